@@ -31,8 +31,8 @@ CacheMissReason = Literal[
 ]
 """Why the look-up of a prompt in the prefix cache ended where it did. In order: no known prompt of
 its tenant and salt goes on from there; one does, and differs; an earlier one had more of it, which
-was removed to make room; one that is being computed has more of it and is too far behind to wait
-for; more of it is there, but without a snapshot of the recurrent state behind it; the prompt does
+was removed to make room; one that is being computed has more of it and is too far from it to wait
+for; more of it is there, but without a snapshot of the recurrent state after it; the prompt does
 not fill a page that can be shared; its log probabilities or hidden states were asked for, so that
 it is computed in any case."""
 
@@ -128,4 +128,4 @@ class Finished(_Event, frozen=True):
 Event = Started | Token | PromptLogprobs | Finished
 
 Report = Event | Preparing
-"""What an engine process tells."""
+"""What an engine process sends."""

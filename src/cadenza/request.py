@@ -315,7 +315,7 @@ MAX_DIGEST_BYTES = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attachment:
-    """Data behind tokens [start, start + length) of a prompt, such as an image behind placeholders.
+    """Data of tokens [start, start + length) of a prompt, such as the image of placeholders.
 
     Prompts with equal tokens share cached pages only if their attachments are equal too.
 

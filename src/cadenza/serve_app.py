@@ -110,12 +110,12 @@ class ScalePolicy:
     logging_config={"enable_access_log": False},
 )
 class HostDirectory:
-    """Where engine hosts are. They tell it again and again, so that it may be lost."""
+    """Where engine hosts are. They register again and again, so that it may be lost."""
 
     def __init__(self) -> None:
         self._seen: dict[tuple[str, int], float] = {}
 
-    def tell(self, address: tuple[str, int]) -> None:
+    def register(self, address: tuple[str, int]) -> None:
         self._seen[address] = time.monotonic()
 
     def leave(self, address: tuple[str, int]) -> None:
@@ -168,16 +168,16 @@ class Engine:
 
     def _tell(self) -> None:
         while not self._has_ended.wait(TELL_EVERY_S):
-            self._directory.tell.remote(self._host.address)
+            self._directory.register.remote(self._host.address)
 
 
-class Door:
+class DeferredApp:
     """The ASGI application that Serve is given before there is a service."""
 
     front: "FrontEnd | None" = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        front = Door.front
+        front = DeferredApp.front
         assert front is not None, "the deployment is constructed first"
         if scope["type"] == "lifespan":
             await front.live(receive, send)
@@ -255,7 +255,7 @@ class FrontEnd:
     health_check_period_s=2.0,
     health_check_timeout_s=10.0,
 )
-@serve.ingress(Door())
+@serve.ingress(DeferredApp())
 class Ingress:
     """The front end: HTTP, tokens in and out, and which engine has which stream."""
 
@@ -267,10 +267,10 @@ class Ingress:
         engines: DeploymentHandle,
     ) -> None:
         del engines  # Serve deploys what is bound here
-        Door.front = FrontEnd(args, secret, directory)
+        DeferredApp.front = FrontEnd(args, secret, directory)
 
     def check_health(self) -> None:
         """Raises RuntimeError where every engine was given up."""
-        front = Door.front
+        front = DeferredApp.front
         if front is not None and front.service.models.first.engine.status().state == "dead":
             raise RuntimeError("no engine can be started; the log has why")

@@ -16,10 +16,10 @@ CHUNK = 32
 """Tokens that are kept or left out together; the last chunk of a prompt may have fewer."""
 
 LOOK_AHEAD = 8
-"""Queries that score a prompt: its last token and the tokens that the draft generates behind it."""
+"""Queries that score a prompt: its last token and the tokens that the draft generates after it."""
 
 LOOK_AHEAD_TOKENS = LOOK_AHEAD - 1
-"""Tokens behind a prompt that its scoring computes."""
+"""Tokens after a prompt that its scoring computes."""
 
 POOL = 13
 """Keys whose attention is averaged, centred on each key; those outside the prompt count as 0."""
@@ -143,9 +143,9 @@ class KeptTokens:
         """The first position whose token has an index of at least `index`."""
         if index >= self.num_prompt_tokens:
             return index - self.num_skipped
-        place = bisect_left(self.chunks, index // CHUNK)
-        start = self.chunks[place] * CHUNK
-        return place * CHUNK + max(0, index - start)
+        rank = bisect_left(self.chunks, index // CHUNK)
+        start = self.chunks[rank] * CHUNK
+        return rank * CHUNK + max(0, index - start)
 
     @property
     def num_dense(self) -> int:
@@ -154,9 +154,9 @@ class KeptTokens:
     @property
     def first_gap(self) -> int:
         """The first chunk that is left out; the number of chunks if none is."""
-        for place, chunk in enumerate(self.chunks):
-            if place != chunk:
-                return place
+        for rank, chunk in enumerate(self.chunks):
+            if rank != chunk:
+                return rank
         return len(self.chunks)
 
     def of_prompt(self, token_ids: Sequence[int]) -> tuple[int, ...]:

@@ -46,7 +46,7 @@ class SpeculativeConfig:
         quantization: how the draft model's weights are quantised while they are loaded; None is
             "none", and "int4" for "quantised". An instance always has it set, and a method without
             a draft model has "none".
-        prompt_lookup_max: tokens that a place earlier in the stream is compared by, at most.
+        prompt_lookup_max: tokens by which an earlier position of the stream is compared, at most.
         prompt_lookup_min: tokens that must be equal there, at least.
 
     Raises:

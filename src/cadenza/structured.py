@@ -140,11 +140,11 @@ class ThinkingBound:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallRule:
     """What a call of a tool may be, in an answer that may be any text: constrained from where its
-    beginning is written up to its end, as often as one begins behind the reasoning.
+    beginning is written up to its end, as often as one begins after the reasoning.
 
     Args:
         begin: a regular expression of a call's beginning.
-        grammar: of the text behind the beginning, up to the call's end.
+        grammar: of the text after the beginning, up to the call's end.
         is_read: the beginning is a part of what the grammar is of.
         reasoning: the marks around reasoning, in which nothing is constrained; None: there is none.
         has_begun: the prompt has the mark that begins reasoning.

@@ -75,10 +75,12 @@ def make_reference(limits: EngineLimits, folder: Path) -> Runner:
 
 def make_mlx(limits: EngineLimits, folder: Path) -> Runner:
     """Unwritten KV is a large number."""
-    from cadenza.backends.mlx.backend import POISON
+    from cadenza.backends.mlx.backend import UNWRITTEN_FILL
     from cadenza.backends.mlx.runner import MlxRunner
 
-    setup = RunnerSetup(limits=limits, device="cpu", ops="auto", dtype="float32", fill=POISON)
+    setup = RunnerSetup(
+        limits=limits, device="cpu", ops="auto", dtype="float32", fill=UNWRITTEN_FILL
+    )
     model, checkpoint = write_hostile(folder)
     return MlxRunner(checkpoint, model.vocab_size, setup)
 

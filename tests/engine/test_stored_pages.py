@@ -18,7 +18,7 @@ from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.page_folder import FolderAccess, PageFolder, StoredMiss
 from cadenza.engine.page_traffic import REFRESH_EVERY_S, PageTraffic
 from cadenza.engine.process.supervision import WatchdogTimeouts
-from cadenza.engine.stored_pages import MAX_STALLS, PATIENCE_S, StoredPages
+from cadenza.engine.stored_pages import MAX_READ_WAIT_S, MAX_STALLS, StoredPages
 from cadenza.errors import RunnerError
 from cadenza.request import Request
 from tests.core.builders import manager_of, prompt_of, sequence_of
@@ -267,10 +267,10 @@ def test_a_sequence_waits_for_a_bounded_time(tmp_path: Path) -> None:
     manager = manager_of(16)
     stored = StoredPages(runner_of(LIMITS), manager, pages)
     sequence, follower = sequence_of(0, prompt_of(40)), sequence_of(1, prompt_of(40))
-    for now_s in (0.0, PATIENCE_S):
+    for now_s in (0.0, MAX_READ_WAIT_S):
         assert manager.is_being_read(sequence, now_s)
         assert manager.is_being_read(follower, now_s)
-    for now_s in (PATIENCE_S + 0.1, PATIENCE_S + 0.2):
+    for now_s in (MAX_READ_WAIT_S + 0.1, MAX_READ_WAIT_S + 0.2):
         assert not manager.is_being_read(sequence, now_s)
         assert not manager.is_being_read(follower, now_s), "it has waited as long itself"
     assert stored.counts.misses["late"] == 1
@@ -283,7 +283,7 @@ def test_a_sequence_that_came_later_waits_for_its_own_time(tmp_path: Path) -> No
     manager = manager_of(16)
     stored = StoredPages(runner_of(LIMITS), manager, pages)
     sequence, follower = sequence_of(0, prompt_of(40)), sequence_of(1, prompt_of(40))
-    late_s = PATIENCE_S + 0.1
+    late_s = MAX_READ_WAIT_S + 0.1
     assert manager.is_being_read(sequence, 0.0)
     assert manager.is_being_read(follower, 0.5)
     assert not manager.is_being_read(sequence, late_s)
@@ -294,7 +294,7 @@ def test_a_sequence_that_came_later_waits_for_its_own_time(tmp_path: Path) -> No
 
 
 def test_the_patience_is_well_below_that_of_the_supervisor() -> None:
-    assert WatchdogTimeouts().hung_after_s / 2 > MAX_STALLS * PATIENCE_S
+    assert WatchdogTimeouts().hung_after_s / 2 > MAX_STALLS * MAX_READ_WAIT_S
 
 
 def test_a_disk_that_does_not_answer_is_not_read_any_more(
@@ -306,7 +306,7 @@ def test_a_disk_that_does_not_answer_is_not_read_any_more(
     for index in range(MAX_STALLS):
         sequence = sequence_of(index, prompt_of(40, seed=index))
         assert manager.is_being_read(sequence, 0.0), "it is still read"
-        assert not manager.is_being_read(sequence, PATIENCE_S + 0.1)
+        assert not manager.is_being_read(sequence, MAX_READ_WAIT_S + 0.1)
     assert not manager.is_being_read(sequence_of(7, prompt_of(40, seed=7)), 9.0)
     assert [each.message for each in caplog.records] == [
         "nothing is read from the prefix cache on disk any more: 2 times in a row there was no "

@@ -62,7 +62,7 @@ class StubBackend:
             vocab_size=checkpoint.outline.vocab_size,
         )
 
-    def load_witness(self, checkpoint: Checkpoint, max_model_len: int) -> SequenceModel | None:
+    def load_reference(self, checkpoint: Checkpoint, max_model_len: int) -> SequenceModel | None:
         return None
 
     def watch_compiles(self) -> Callable[[], int]:

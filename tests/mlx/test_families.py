@@ -52,7 +52,7 @@ def test_a_familys_tokens_and_logits_are_those_of_xlas_reference(
     from cadenza.backends.xla.backend import XlaBackend
 
     folder = family_folder(name)
-    witness = XlaBackend().load_witness(open_checkpoint(folder), 128)
+    witness = XlaBackend().load_reference(open_checkpoint(folder), 128)
     assert witness is not None
     witness.start()
     theirs = [witness.append(list(PROMPT))]

@@ -13,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cadenza.backends.xla.ops.native_library import NativeLibrary
-from cadenza.backends.xla.ops.native_program import NativeProgram, Storage, place
+from cadenza.backends.xla.ops.native_program import NativeProgram, Storage, set_offsets
 
 pytestmark = pytest.mark.native
 
@@ -135,7 +135,7 @@ def test_storages_in_use_at_the_same_time_do_not_overlap(sizes: list[tuple[int, 
     storages = [
         Storage(first, first + length, None, size) for first, (size, length) in enumerate(sizes)
     ]
-    end = place(storages)
+    end = set_offsets(storages)
     assert end <= sum(64 * -(-each.num_bytes // 64) for each in storages)
     for index, one in enumerate(storages):
         assert one.offset % 64 == 0
@@ -148,4 +148,4 @@ def test_storages_in_use_at_the_same_time_do_not_overlap(sizes: list[tuple[int, 
 
 def test_memory_is_used_again_when_its_array_is_no_longer_needed():
     storages = [Storage(first, first + 1, None, 100) for first in range(50)]
-    assert place(storages) <= 2 * 128
+    assert set_offsets(storages) <= 2 * 128

@@ -19,7 +19,7 @@ class Arrays:
         repeat: `repeat(count, body, state)` is the state after `body(index, state)` for each index.
         repeat_while: `repeat_while(condition, body, state)` likewise, while `condition(state)`. It
             may call `body` further times: this must then leave the state as it is.
-        set_at: `set_at(array, places, values)` is the array with elements set.
+        set_at: `set_at(array, indices, values)` is the array with elements set.
         spread: `spread(shape, dtype, ids, values)` is zeros [L, V] with the values at ids [L, ·] of
             each row; ids of V are ignored.
         spread_sum: the same with the sum of the values of equal ids.

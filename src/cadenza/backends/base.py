@@ -99,8 +99,8 @@ class BackendTraits:
             can be allocated; None where that is unknown or the device uses host memory.
         kv_layouts: the supported arrangements of KV, the default one first.
         default_max_model_len: the longest context that is chosen by default; None is no bound.
-        poison: what `verify` fills unwritten KV slots with: a value that changes every result that
-            depends on one. NaN, unless the backend multiplies masked values by 0.
+        unwritten_fill: what `verify` fills unwritten KV slots with: a value that changes every
+            result that depends on one. NaN, unless the backend multiplies masked values by 0.
         compiled_for: None if programs are compiled when they are loaded.
         slot_unit: after which tokens a slot of the dense layout can be continued by another
             sequence (`core.slot_prefixes`); None if only pages are shared.
@@ -138,7 +138,7 @@ class BackendTraits:
     arithmetics: tuple[Arithmetic, ...] = ("fast",)
     kv_layouts: tuple[KVArrangement, ...] = ("paged", "dense")
     default_max_model_len: int | None = None
-    poison: float = nan
+    unwritten_fill: float = nan
     compiled_for: CompiledSizes | None = None
     slot_unit: int | None = None
     memory: Mapping[WeightDType, ModelMemory] | None = None
@@ -267,7 +267,7 @@ class ImageRunner(Protocol):
 class PromptScorer(Protocol):
     """A runner that scores the tokens of prompts, with the capability `scores`. A query is the last
     token of a row in a step with `RowInputs.score_lens` n: the prompt's last token, at position n -
-    1, which begins the row's scores, and each one behind it, in order. It scores each key before n:
+    1, which begins the row's scores, and each one after it, in order. It scores each key before n:
     the softmax over these keys in each layer without a window and each head, averaged over the
     `POOL` keys around it, of which those outside count as 0; then the largest of all layers and
     heads. What it scores depends on the row's tokens alone, bit by bit, neither on other rows nor
@@ -313,8 +313,9 @@ class RunnerSetup:
             `BackendTraits.quantizations`.
         kv_cache_dtype: the type of KV; one of `BackendTraits.kv_cache_dtypes`.
         arithmetic: one of `BackendTraits.arithmetics`.
-        fill: the initial value of KV slots (`verify` uses `BackendTraits.poison`); None leaves it
-            to the backend: no slot is read before it is written.
+        fill: the initial value of KV slots (`verify` uses
+            `BackendTraits.unwritten_fill`); None leaves it to the backend: no slot is read before
+            it is written.
         cache_folder: where to cache compiled programs; None disables the cache.
         kv_of: a warm runner of the same model, perhaps with other weights, on whose KV and rows
             this one computes; it has no pages of its own. `limits` may have a smaller token budget.
@@ -369,7 +370,7 @@ class SequenceModel(Protocol):
 
 @runtime_checkable
 class SeeingModel(Protocol):
-    """A witness that takes images."""
+    """A reference model that takes images."""
 
     def see(self, attachments: Sequence[Attachment]) -> None:
         """The images of the prompt of an empty sequence, whose tokens are then appended."""
@@ -479,7 +480,7 @@ class Backend(Protocol):
         """A runner with its weights loaded, before `warmup`. Raises the errors of `describe`."""
         ...
 
-    def load_witness(self, checkpoint: Checkpoint, max_model_len: int) -> SequenceModel | None:
+    def load_reference(self, checkpoint: Checkpoint, max_model_len: int) -> SequenceModel | None:
         """The independent model for contexts of `max_model_len` tokens; None if there is none."""
 
     def watch_compiles(self) -> Callable[[], int]:

@@ -69,7 +69,7 @@ def next_token(
 def _only_allowed(rules: list[int]) -> int | None:
     if not rules or not rules[HAS_MASK]:
         return None
-    allowed = sum((word & 0xFFFFFFFF) << 32 * place for place, word in enumerate(rules[MASK:]))
+    allowed = sum((word & 0xFFFFFFFF) << 32 * index for index, word in enumerate(rules[MASK:]))
     return allowed.bit_length() - 1 if allowed.bit_count() == 1 else None
 
 
@@ -143,7 +143,7 @@ class FakeRunner:
     states: FakeStates = field(init=False)
     images: FakeImages = field(init=False)
     spans: FakeSpans = field(init=False)
-    _states_behind: list[tuple[int, ...]] = field(init=False)  # each token of the newest step
+    _states_after: list[tuple[int, ...]] = field(init=False)  # each token of the newest step
 
     def __post_init__(self) -> None:
         self._generation = 0
@@ -179,7 +179,7 @@ class FakeRunner:
         self._generation += 1
         self._slots = np.full(self.num_pages * self.page_size, _NEVER_WRITTEN, np.int64)
         self.states = FakeStates(self.num_state_slots, self.max_pages_per_seq * self.page_size)
-        self._states_behind = []
+        self._states_after = []
         self.images = FakeImages(self.num_image_slots)
         self.spans = FakeSpans()
         self._page_table = np.full((self.max_num_seqs, self.max_pages_per_seq), -1, np.int64)
@@ -239,7 +239,7 @@ class FakeRunner:
             self._store(inputs, row)
         if len(self.states):
             stored = self._slots[inputs.tokens.slots[: inputs.num_tokens]]
-            self._states_behind = self.states.run(inputs, stored.tolist())
+            self._states_after = self.states.run(inputs, stored.tolist())
         step_id = inputs.step_id
         self.trace.append(("launch", step_id))
         on_read = partial(self.trace.append, ("read", step_id))
@@ -281,9 +281,9 @@ class FakeRunner:
             token = int(self._last_sampled[row])
         if tokens.image_slots[index] != NO_IMAGE:
             token = self.images.value_at(int(tokens.image_slots[index]), token)
-        place = int(tokens.rope_positions[index, 0])
-        if self.is_sparse and place != NO_ROPE_POSITION:
-            token = placed_token(token, int(tokens.positions[index]), place)
+        rope_position = int(tokens.rope_positions[index, 0])
+        if self.is_sparse and rope_position != NO_ROPE_POSITION:
+            token = placed_token(token, int(tokens.positions[index]), rope_position)
         return token
 
     def _compute_span(self, call: SpanCall) -> None:
@@ -302,8 +302,8 @@ class FakeRunner:
 
     def _history(self, inputs: ModelInputs, index: int, row: int) -> list[int]:
         """The tokens up to that of logit row `index`, then a state that is not theirs."""
-        place = inputs.logits.token_indices[index]
-        num_before = int(inputs.tokens.positions[place]) + 1
+        token_index = inputs.logits.token_indices[index]
+        num_before = int(inputs.tokens.positions[token_index]) + 1
         history = [
             int(
                 self._slots[
@@ -313,12 +313,12 @@ class FakeRunner:
             )
             for at in range(num_before)
         ]
-        start = int(inputs.tokens.window_starts[place])
+        start = int(inputs.tokens.window_starts[token_index])
         if self.is_sparse and start != NO_WINDOW_START:
             history = [*history, start, WINDOW_START]
-        if not len(self.states) or self._states_behind[place] == state_of(history):
+        if not len(self.states) or self._states_after[token_index] == state_of(history):
             return history
-        return [*history, *self._states_behind[place]]
+        return [*history, *self._states_after[token_index]]
 
     def _sample(self, inputs: ModelInputs, index: int, row: int) -> int:
         logits, history = inputs.logits, self._history(inputs, index, row)

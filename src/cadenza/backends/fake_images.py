@@ -19,9 +19,9 @@ _QUANTUM_TOKENS = 4
 """Placeholders of each quantum."""
 
 
-def image_value(part: Attachment, place: int, token_id: int) -> int:
-    """What is stored of the placeholder `place` of an image; below all tokens."""
-    text = b"%d %d %d %d " % (part.width, part.height, place, token_id)
+def image_value(part: Attachment, index: int, token_id: int) -> int:
+    """What is stored of the placeholder `index` of an image; below all tokens."""
+    text = b"%d %d %d %d " % (part.width, part.height, index, token_id)
     digest = hashlib.blake2b(text + part.payload, digest_size=7).digest()
     return -1000 - int.from_bytes(digest, "little")
 
@@ -35,7 +35,7 @@ def fake_image_work(part: Attachment) -> ImageWork:
 
 
 class FakeImages:
-    """`num_slots` slots; each has the image and place of a placeholder."""
+    """`num_slots` slots; each has the image and index of a placeholder."""
 
     def __init__(self, num_slots: int) -> None:
         self._slots: list[tuple[Attachment, int] | None] = [None] * num_slots
@@ -57,8 +57,8 @@ class FakeImages:
         self.num_quanta += call.stop - call.start
         if call.stop == len(work):
             self._current = None
-            for place, slot in enumerate(call.slots.tolist()):
-                self._slots[slot] = part, place
+            for index, slot in enumerate(call.slots.tolist()):
+                self._slots[slot] = part, index
 
     def value_at(self, slot: int, token_id: int) -> int:
         found = self._slots[slot]

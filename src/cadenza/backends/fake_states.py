@@ -47,17 +47,17 @@ class FakeStates:
     def run(self, inputs: ModelInputs, token_ids: Sequence[int]) -> list[tuple[int, ...]]:
         """Computes a step's tokens; returns the state after each of them."""
         starts, kept = inputs.rows.query_starts, inputs.tokens.state_slots
-        behind: list[tuple[int, ...]] = []
+        after: list[tuple[int, ...]] = []
         for row, state in self._first_states(inputs).items():
             own = token_ids[starts[row] : starts[row + 1]]
-            behind += list(accumulate(own, step, initial=state))[1:]
+            after += list(accumulate(own, step, initial=state))[1:]
         written: set[int] = set()
-        for index, state in enumerate(behind):
+        for index, state in enumerate(after):
             slot = int(kept[index])
             if slot != NO_STATE:
                 self._write(slot, UNSOUND if slot in written else state)
                 written.add(slot)
-        return behind
+        return after
 
     def read(self, slots: Sequence[int]) -> list[bytes]:
         return [self._words[slot].tobytes() for slot in slots]

@@ -48,8 +48,8 @@ class TokenRules:
 
     def _members(self, token_ids: Any, vocab_size: int) -> Any:
         xp = self.arrays.xp
-        places = xp.where(token_ids < 0, vocab_size, token_ids)
-        return self.arrays.spread((len(token_ids), vocab_size), xp.bool_, places, True)
+        columns = xp.where(token_ids < 0, vocab_size, token_ids)
+        return self.arrays.spread((len(token_ids), vocab_size), xp.bool_, columns, True)
 
     def _bad_word_ends(self, records: Any, context: Any, lengths: Any) -> Any:
         """The last token of each bad word whose other tokens end the output, else NONE: [L, B]."""
@@ -57,14 +57,14 @@ class TokenRules:
         num_prompt = records[:, words.NUM_PROMPT]
         listed = records[:, words.BAD_WORDS : words.BAD_WORDS + MAX_BAD_WORD_TOKENS]  # [L, B]
         rows = xp.arange(len(listed))[:, None]
-        places = xp.arange(MAX_BAD_WORD_TOKENS)[None, :]
-        behind = xp.concatenate([listed[:, 1:], xp.full_like(listed[:, :1], words.NONE)], axis=1)
-        is_end = (listed >= 0) & (behind < 0)
+        columns = xp.arange(MAX_BAD_WORD_TOKENS)[None, :]
+        following = xp.concatenate([listed[:, 1:], xp.full_like(listed[:, :1], words.NONE)], axis=1)
+        is_end = (listed >= 0) & (following < 0)
 
         def look_back(state: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
             """Matches the token `distance` before a word's end; a word ends before NONE."""
             distance, is_open, is_met = state
-            wanted = listed[rows, xp.maximum(places - distance, 0)]
+            wanted = listed[rows, xp.maximum(columns - distance, 0)]
             at = lengths - distance  # [L]
             came = context[rows, xp.maximum(at, 0)[:, None]]
             is_same = (wanted == came) & (at >= num_prompt)[:, None]
@@ -79,9 +79,9 @@ class TokenRules:
         xp = self.arrays.xp
         ids = records[:, words.BIAS_IDS : words.BIAS_IDS + MAX_BIASES]
         bits = records[:, words.BIAS_VALUES : words.BIAS_VALUES + MAX_BIASES]
-        places = xp.where(ids < 0, vocab_size, ids)
+        columns = xp.where(ids < 0, vocab_size, ids)
         values = bits.view(xp.float32)
-        return self.arrays.spread((len(ids), vocab_size), xp.float32, places, values)
+        return self.arrays.spread((len(ids), vocab_size), xp.float32, columns, values)
 
     def _penalised(self, values: Any, records: Any, context: Any, lengths: Any) -> Any:
         xp, vocab_size, first = self.arrays.xp, values.shape[1], words.PRESENCE
@@ -89,8 +89,8 @@ class TokenRules:
         presence, frequency, repetition = (penalties[:, i, None] for i in range(3))
         is_output = xp.arange(context.shape[1]) >= records[:, words.NUM_PROMPT, None]
         is_output = is_output & (xp.arange(context.shape[1]) < lengths[:, None])
-        places = xp.where(context < 0, vocab_size, context)
-        counts = self.arrays.spread_sum(values.shape, xp.int32, places, is_output.astype(xp.int32))
+        columns = xp.where(context < 0, vocab_size, context)
+        counts = self.arrays.spread_sum(values.shape, xp.int32, columns, is_output.astype(xp.int32))
         repeated = xp.where(values > 0, values / repetition, values * repetition)
         values = xp.where(self._members(context, vocab_size), repeated, values)
         values = values - frequency * counts.astype(xp.float32)

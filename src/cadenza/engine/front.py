@@ -198,7 +198,7 @@ class EngineFront:
         """For an engine that has none of the earlier one's; the lock is held."""
         return [] if self._on_news is None else [self._watch]
 
-    def tell(self, news: LiveNews) -> None:
+    def notify(self, news: LiveNews) -> None:
         """To be called on the serving thread; passes news on to whoever watches."""
         if isinstance(news, str) and self._on_change is not None:
             self._on_change(news)
@@ -284,7 +284,7 @@ class EngineFront:
     def request_stats(self) -> RequestStats:
         return self.requests.stats()
 
-    def settle(self) -> None:
+    def finish_start(self) -> None:
         """The engine is ready, or never will be."""
         self._settled.set()
 
@@ -294,7 +294,7 @@ class EngineFront:
             self._failure = failure
             ended = self.requests.end_all("engine_lost", LOST)
             on_death, self._on_death = self._on_death, None
-        self.settle()
+        self.finish_start()
         if ended:
             emit([*ended])
         if on_death is not None:
@@ -305,7 +305,7 @@ class EngineFront:
         with self.lock:
             self.is_shut_down, self._closed_by = True, error
             ended = self.requests.end_all("engine_closed", error)
-        self.settle()
+        self.finish_start()
         if ended:
             emit([*ended])
 
@@ -348,7 +348,7 @@ class InProcessLink:
 
     def attach(self, front: EngineFront) -> None:
         self._front = front
-        front.settle()
+        front.finish_start()
 
     def status(self) -> EngineStatus:
         front = self._front
@@ -430,4 +430,4 @@ class InProcessLink:
     def _tell_summary(self) -> None:
         summary = self._meter.take_summary()
         if summary is not None:
-            self._front.tell(summary)
+            self._front.notify(summary)

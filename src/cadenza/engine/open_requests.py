@@ -54,7 +54,7 @@ class EngineLoad:
     num_open: int
     num_queued_tokens: int
 
-    def has_place(self, max_num_open: int) -> bool:
+    def has_room(self, max_num_open: int) -> bool:
         """Whether one more request may be open."""
         return self.num_open < max_num_open
 
@@ -105,7 +105,7 @@ class OpenRequest:
 
     Args:
         token_ids: of each sample that has not ended, the tokens so far.
-        num_cached_tokens: of each sample that has told.
+        num_cached_tokens: of each sample that has reported.
         is_running: the engine has given it a row, or scores its prompt.
         is_lost: the engine that had it is gone, and no other has it yet.
         lost_s: when an engine was lost in which it ran; None once it has gone on.
@@ -200,7 +200,7 @@ class OpenRequests:
         counts the rejection."""
         with self._lock:
             self._check_room(len(request.prompt_token_ids), limits)
-            self._check_turn(request, limits, prompts_s)
+            self._check_start(request, limits, prompts_s)
             request_id = next(self._ids)
             self._num_accepted += 1
             entry = OpenRequest(
@@ -370,8 +370,8 @@ class OpenRequests:
         with self._lock:
             return self._open[request_id].num_losses if request_id in self._open else 0
 
-    def forget_losses(self) -> None:
-        """What was lost so far tells nothing more about any request."""
+    def reset_losses(self) -> None:
+        """What was lost so far says nothing more about any request."""
         with self._lock:
             for entry in self._open.values():
                 entry.num_losses = 0
@@ -412,7 +412,7 @@ class OpenRequests:
 
     def _check_room(self, num_tokens: int, limits: EngineLimits) -> None:
         load = self.load()
-        if not load.has_place(limits.max_num_open_reqs):
+        if not load.has_room(limits.max_num_open_reqs):
             self._rejections["queue_full"] += 1
             raise QueueFullError(
                 f"{load.num_open} requests are open, the most that --max-num-queued-reqs "
@@ -427,7 +427,7 @@ class OpenRequests:
                 f"when some have been read"
             )
 
-    def _check_turn(self, request: Request, limits: EngineLimits, prompts_s: float) -> None:
+    def _check_start(self, request: Request, limits: EngineLimits, prompts_s: float) -> None:
         refusal = self.refusal(request.tenant, request.priority, limits, prompts_s)
         if refusal is not None:
             self._rejections["queue_too_long"] += 1

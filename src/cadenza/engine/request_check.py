@@ -298,14 +298,14 @@ def check_images(request: Request, images: ImageLimits | None) -> None:
     """Raises InvalidRequestError if the engine can never serve the request's images."""
     if images is None:
         raise _error("this engine encodes no images (--no-images, or a model of text alone)")
-    places: list[int] = []
+    indices: list[int] = []
     if images.token_id in request.prompt_token_ids:
         ids = request.prompt_token_ids
-        places = [place for place, each in enumerate(ids) if each == images.token_id]
+        indices = [index for index, each in enumerate(ids) if each == images.token_id]
     num_inside = 0
     for number, part in enumerate(request.attachments, start=1):
-        first, stop = bisect_left(places, part.start), bisect_left(places, part.end)
-        _check_part(number, part, places[first:stop])
+        first, stop = bisect_left(indices, part.start), bisect_left(indices, part.end)
+        _check_part(number, part, indices[first:stop])
         num_inside += stop - first
         if stop - first > images.num_slots:
             raise _error(
@@ -320,7 +320,7 @@ def check_images(request: Request, images: ImageLimits | None) -> None:
             f"generated; allow others too",
             param="allowed_token_ids",
         )
-    if num_inside < len(places):
+    if num_inside < len(indices):
         raise InvalidRequestError(
             f"the prompt holds the image token {images.token_id} where there is no image; leave it "
             f"out, or send the image with it",
@@ -328,14 +328,14 @@ def check_images(request: Request, images: ImageLimits | None) -> None:
         )
 
 
-def _check_part(number: int, part: Attachment, places: list[int]) -> None:
-    """`places` are those of the placeholders in its span."""
-    if not part.rows * part.columns == len(places) > 0:
+def _check_part(number: int, part: Attachment, indices: list[int]) -> None:
+    """`indices` are those of the placeholders in its span."""
+    if not part.rows * part.columns == len(indices) > 0:
         raise _error(
-            f"image {number} has {part.rows} x {part.columns} tokens and the prompt {len(places)} "
+            f"image {number} has {part.rows} x {part.columns} tokens and the prompt {len(indices)} "
             f"in its place"
         )
-    if places[0] != part.start or places[-1] != part.end - 1:
+    if indices[0] != part.start or indices[-1] != part.end - 1:
         raise _error(f"the span of image {number} begins and ends with no token of it")
     num_bytes = part.width * part.height * CHANNELS
     if not num_bytes or len(part.payload) != num_bytes:

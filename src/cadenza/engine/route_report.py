@@ -11,7 +11,7 @@ from cadenza.engine.queue_forecast import forecast_queue
 from cadenza.engine.request_ids import front_of
 
 HELD_EVERY_S = 1.0
-"""Changes of what is held are told that often at most."""
+"""Changes of what is held are reported that often at most."""
 
 MAX_FRONTS = 64
 """Front ends of which it is remembered what came from them; the one that was silent for longest is
@@ -33,7 +33,7 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         newest_id: the highest id that it has received.
         settled_below: requests with lower ids have their prompts computed, or have ended: what
-            came of them is in what the engine has told that it holds.
+            came of them is in what the engine has reported.
     """
 
     newest_id: int
@@ -46,7 +46,7 @@ class RouteReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     Args:
         queued_s, prompt_token_s: as in `QueueForecast`.
         seen: by front end, of those that have sent anything.
-        held: None where it was told a moment ago, or the engine knows no page keys.
+        held: None where it was reported a moment ago, or the engine knows no page keys.
     """
 
     queued_s: float

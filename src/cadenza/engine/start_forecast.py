@@ -129,7 +129,7 @@ class StartForecast:
         if start_s <= self.most_wait_s:
             return None
         return QueueFullError(
-            f"the request would start in about {start_s:.3g} seconds, behind {num_ahead} others; "
+            f"the request would start in about {start_s:.3g} seconds, after {num_ahead} others; "
             f"{self.bound}: try again then, or elsewhere",
             retry_after_s=min(start_s, MAX_TIMEOUT_S),
         )

@@ -32,7 +32,7 @@ class RowSummary(msgspec.Struct, frozen=True, array_like=True):
 
     Args:
         label: a small number, the same in all summaries of a watch.
-        tenant: its place in the summary's `tenants`.
+        tenant: its index in the summary's `tenants`.
         computed: tokens whose KV exists once the launched steps have run; `total`: known tokens.
         cached: prompt tokens whose KV was found in the prefix cache.
         new, drafts, preempted: tokens sampled, drafts accepted and preemptions since the last
@@ -53,7 +53,7 @@ class RowSummary(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepSummary(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """The steps since the last summary, and the state behind them.
+    """The steps since the last summary, and the state after them.
 
     Args:
         seconds: that they took, with pauses between them.
@@ -135,7 +135,7 @@ class StepWatch:
         return max(0.0, self._sent_at_s + SUMMARY_EVERY_S - self._clock())
 
     def take(self) -> StepSummary:
-        """Summarises what `note` was told since the last call."""
+        """Summarises what `note` was given since the last call."""
         now_s, scheduler = self._clock(), self._core.scheduler
         pages = scheduler.kv_cache.pool.counts()
         tenants: dict[str, int] = {}

@@ -1,7 +1,7 @@
 """`StoredPages`: `core.kv_cache_manager.PageStore` over a folder. Pages are copied on the engine's
 thread, between steps. A state's snapshot is a file under a key that follows from its page's; of a
-model with states no more pages are read than have one. A sequence waits at most `PATIENCE_S` in
-all; a page or snapshot enters the cache only if its tokens are the sequence's."""
+model with states no more pages are read than have one. A sequence waits `MAX_READ_WAIT_S` at most;
+a page or snapshot enters the cache only if its tokens are the sequence's."""
 
 import hashlib
 import logging
@@ -21,7 +21,7 @@ from cadenza.figures import Figure
 
 logger = logging.getLogger(__name__)
 
-PATIENCE_S = 1.0
+MAX_READ_WAIT_S = 1.0
 """Longest wait of a sequence for pages. Steps are not made meanwhile, so that it has to be well
 below the time after which an engine counts as hung."""
 
@@ -132,7 +132,7 @@ class StoredPages:
     def is_awaited(self, now_s: float) -> bool:
         """Whether a sequence waits for a read that had not ended when it was last asked for."""
         return any(
-            not each.has_seen_end and now_s - each.since_s <= PATIENCE_S
+            not each.has_seen_end and now_s - each.since_s <= MAX_READ_WAIT_S
             for each in self._waits.values()
         )
 
@@ -166,11 +166,11 @@ class StoredPages:
         elif not wait.read.is_open and (not wait.is_own or wait.lacks_state):
             # What it lacks by now, or a shorter prefix: the snapshot of this one cannot be used.
             wait.has_seen_end = True
-            if now_s - wait.since_s <= PATIENCE_S:
+            if now_s - wait.since_s <= MAX_READ_WAIT_S:
                 wait = self._start(sequence, wait.since_s, missing)
         if wait is None:
             return False
-        if wait.read.is_open and now_s - wait.since_s > PATIENCE_S:
+        if wait.read.is_open and now_s - wait.since_s > MAX_READ_WAIT_S:
             self._give_up(wait)
             return False
         wait.has_seen_end = not wait.read.is_open
@@ -277,7 +277,7 @@ class StoredPages:
                 "nothing is read from the prefix cache on disk any more: %d times in a row there "
                 "was no page within %g s",
                 MAX_STALLS,
-                PATIENCE_S,
+                MAX_READ_WAIT_S,
             )
 
     def _take(self, sequence: Sequence, wait: _Wait) -> None:
@@ -397,7 +397,7 @@ def state_key(page_key: bytes) -> bytes:
 
 
 def _tokens_of(sequence: Sequence, index: int, size: int) -> bytes:
-    """With what a content of a sequence's page `index` begins, or of the snapshot behind it."""
+    """The tokens with which the content of a sequence's page `index`, or its snapshot, begins."""
     return _bytes_of(sequence.token_ids[index * size : (index + 1) * size])
 
 

@@ -202,7 +202,7 @@ class ServedModel:
         """Raises ApiError (429) where as many requests are open as are allowed."""
         assert self._known is not None, "there is room in an engine that is ready"
         room = self._known.limits.max_num_open_reqs
-        if not self._engine.load().has_place(room - self._num_preparing):
+        if not self._engine.load().has_room(room - self._num_preparing):
             self.counts.reject("queue_full")
             raise queue_full(
                 message=f"{room} requests are open, the most that --max-num-queued-reqs and "
@@ -232,7 +232,7 @@ class ServedModel:
             raise EngineClosedError(f"{self.name} is stopped")
         return self._serving.submit(prepared, kind="delta", on_news=on_update)
 
-    def has_place(self, num_tokens: int, *, is_further: bool) -> bool:
+    def has_room(self, num_tokens: int, *, is_further: bool) -> bool:
         """Whether a prompt of a call may enter the engine's queue.
 
         A call's only prompt there may take any place; a further one enters only while half of the
@@ -248,7 +248,7 @@ class ServedModel:
             rows = min(limits.max_num_seqs, most_reqs - 1)
             most_reqs = max(min(most_reqs // 2, busy), rows)
             most_tokens //= 2
-        return load.has_place(most_reqs) and load.has_tokens(num_tokens, most_tokens)
+        return load.has_room(most_reqs) and load.has_tokens(num_tokens, most_tokens)
 
     @property
     def is_restarting(self) -> bool:
@@ -481,7 +481,7 @@ class PromptQueue:
                 self.calls.popleft()
                 continue
             num_tokens = len(prompt.request.prompt_token_ids)
-            if not self._model.has_place(num_tokens, is_further=call.num_submitted > 0):
+            if not self._model.has_room(num_tokens, is_further=call.num_submitted > 0):
                 return
             try:
                 call.submit_next()

@@ -274,7 +274,7 @@ def build_reference(
             f"{checkpoint.outline.max_position_embeddings} positions; lower it"
         )
     backend = find_backend(config.backend, backends)
-    witness = backend.load_witness(checkpoint, max_model_len)
+    witness = backend.load_reference(checkpoint, max_model_len)
     if witness is None:
         raise ConfigError(
             f"the {resolve_backend(config.backend, backends)} backend has no independent "

@@ -104,7 +104,7 @@ def verify(options: VerifyOptions, report: ReportProgress) -> tuple[GateResult, 
         engine = PlannedEngine(
             checkpoint=checkpoint, plan=plan, config=options.config, backends=options.backends
         )
-        runners = load_runners(engine, fill=plan.traits.poison)
+        runners = load_runners(engine, fill=plan.traits.unwritten_fill)
         with closing(runners):
             runners.warmup()
             compile_constraint = None if workload.forms is None else workload.forms.compile
@@ -278,7 +278,7 @@ def _witness(
         checkpoint=checkpoint, plan=wide, config=config, backends=options.backends
     )
     # Unwritten KV changes every result that depends on it.
-    runner = engine.load_warm_runner(fill=wide.traits.poison)
+    runner = engine.load_warm_runner(fill=wide.traits.unwritten_fill)
     with closing(runner):
         parts = EngineParts(compile_constraint=compile_constraint)
         yield Witness(reference=reference, make_core=core_maker(runner, checkpoint, wide, parts))

@@ -233,7 +233,7 @@ class _Tested:
             dtype=plan.dtype,
             quantization=plan.quantization,
             kv_cache_dtype=plan.kv_cache_dtype,
-            fill=plan.traits.poison,
+            fill=plan.traits.unwritten_fill,
             num_image_slots=plan.num_image_slots,
         )
 

@@ -68,9 +68,9 @@ class IreeBackend(Backend):
 
         return IreeRunner(checkpoint, manifest, setup)
 
-    def load_witness(self, checkpoint: Checkpoint, max_model_len: int) -> SequenceModel | None:
+    def load_reference(self, checkpoint: Checkpoint, max_model_len: int) -> SequenceModel | None:
         """That of the first backend, which shares no code with compiled modules; it needs JAX."""
-        return find_backend("xla").load_witness(checkpoint, max_model_len)
+        return find_backend("xla").load_reference(checkpoint, max_model_len)
 
     def _manifest(self, device: str, ops: Ops, checkpoint: Checkpoint) -> Manifest:
         self._check_installed()

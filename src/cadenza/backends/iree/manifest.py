@@ -43,7 +43,7 @@ class Array(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Parameter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A parameter: tensors of the checkpoint, one behind the other, or the factors of a rope; if
+    """A parameter: tensors of the checkpoint, one after the other, or the factors of a rope; if
     there are neither, it has its name in `MADE_FILE`."""
 
     name: str

@@ -25,7 +25,7 @@ AnyArray = npt.NDArray[Any]
 
 
 class Parameters:
-    """The parameters of a model's modules; the arrays behind them live as long as this."""
+    """The parameters of a model's modules; their arrays live as long as this."""
 
     def __init__(self, checkpoint: Checkpoint, manifest: Manifest) -> None:
         self._checkpoint = checkpoint
@@ -76,10 +76,10 @@ class Parameters:
         room = np.empty(num_bytes + ALIGNMENT, np.uint8)
         start = -room.ctypes.data % ALIGNMENT
         whole = room[start : start + num_bytes]
-        place = 0
+        offset = 0
         for each in parts:
-            whole[place : place + each.nbytes] = each.reshape(-1).view(np.uint8)
-            place += each.nbytes
+            whole[offset : offset + each.nbytes] = each.reshape(-1).view(np.uint8)
+            offset += each.nbytes
         self.num_copied_bytes += num_bytes
         return whole
 

@@ -12,6 +12,6 @@ Modules:
 - `probe`: which calls a model's code allows, found at load time
 - `memory`: the memory that a model takes, found without allocating any
 - `runner`: the runner, and its thread
-- `witness`: mlx-lm's own loop over one sequence, for `verify`
+- `reference_model`: mlx-lm's own loop over one sequence, for `verify`
 - `arrays`: MLX as the arrays in which tokens are chosen
 """

@@ -40,9 +40,9 @@ def _repeat(count: int, body: Body, state: Any) -> Any:
     return state
 
 
-def _set_at(array: mx.array, places: Any, values: Any) -> mx.array:
+def _set_at(array: mx.array, indices: Any, values: Any) -> mx.array:
     changed = mx.array(array)
-    changed[places] = values
+    changed[indices] = values
     return changed
 
 

@@ -30,7 +30,7 @@ GPU_SPAN = 512
 _INSTALL = f"pip install {'mlx[cpu]' if sys.platform == 'linux' else 'mlx'!r} mlx-lm"
 """Of the packages themselves: it works wherever this package was installed from."""
 
-POISON = 1000.0
+UNWRITTEN_FILL = 1000.0
 """A large number: MLX multiplies masked values by 0, which would spread NaN."""
 
 
@@ -66,7 +66,7 @@ class MlxBackend(Backend):
             device_total_bytes=found.memory_bytes,
             kv_layouts=("dense",),
             default_max_model_len=DEFAULT_MAX_MODEL_LEN,
-            poison=POISON,
+            unwritten_fill=UNWRITTEN_FILL,
             slot_unit=CHUNK if measured.depends_on_cuts else 1,
             memory=measured.memory,
             attention_span=CPU_SPAN if found.name == "cpu" else GPU_SPAN,
@@ -92,11 +92,11 @@ class MlxBackend(Backend):
 
         return MlxRunner(checkpoint.folder, checkpoint.outline.vocab_size, setup)
 
-    def load_witness(self, checkpoint: Checkpoint, max_model_len: int) -> SequenceModel | None:  # noqa: ARG002 (its caches grow)
+    def load_reference(self, checkpoint: Checkpoint, max_model_len: int) -> SequenceModel | None:  # noqa: ARG002 (its caches grow)
         self._check_installed()
-        from cadenza.backends.mlx.witness import MlxWitness
+        from cadenza.backends.mlx.reference_model import MlxReferenceModel
 
-        return MlxWitness(checkpoint.folder, checkpoint.outline.vocab_size)
+        return MlxReferenceModel(checkpoint.folder, checkpoint.outline.vocab_size)
 
     def _check_installed(self) -> None:
         missing = [name for name in ("mlx", "mlx_lm") if self._find(name) is None]

@@ -215,13 +215,13 @@ class _Steps:
     def reset(self) -> None:
         mx.synchronize()
         self._has_state = False
-        self._model.forget()
+        self._model.drop_slots()
         mx.clear_cache()
         self._allocate()
 
     def close(self) -> None:
         mx.synchronize()
-        self._model.forget()
+        self._model.drop_slots()
         del self._model, self._loaded, self._last_sampled, self._history
         mx.clear_cache()
 
@@ -266,8 +266,8 @@ class _Steps:
         needed: list[mx.array] = []
         for span in step.spans:
             tokens = self._known(mx.array(span.token_ids), mx.array([span.row]))
-            places = np.arange(span.start, span.start + len(span.token_ids))
-            self._history[span.slot, mx.array(places)] = tokens
+            positions = np.arange(span.start, span.start + len(span.token_ids))
+            self._history[span.slot, mx.array(positions)] = tokens
             if not span.wanted:
                 self._model.extend(span.slot, span.start, tokens)
                 continue

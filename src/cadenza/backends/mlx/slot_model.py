@@ -82,8 +82,8 @@ class SlotModel:
         is_active[list(active)] = True
         call = RaggedCall(
             positions=mx.array(np.where(is_active, positions, 0).astype(np.int32)),
-            places=mx.array(
-                np.where(is_active, positions, self._sizes.padding_place).astype(np.int32)
+            write_positions=mx.array(
+                np.where(is_active, positions, self._sizes.padding_position).astype(np.int32)
             ),
             is_active=to_device(is_active),
         )
@@ -123,10 +123,13 @@ class SlotModel:
         while done < count:
             size, padded = self._next_size(start + done, count - done)
             part = tokens[done : done + size]
-            places = np.full(padded, self._sizes.padding_place, np.int32)
-            places[:size] = np.arange(start + done, start + done + size)
+            write_positions = np.full(padded, self._sizes.padding_position, np.int32)
+            write_positions[:size] = np.arange(start + done, start + done + size)
             call = SlotCall(
-                slot=slot, start=start + done, places=mx.array(places), is_fresh=not start + done
+                slot=slot,
+                start=start + done,
+                write_positions=mx.array(write_positions),
+                is_fresh=not start + done,
             )
             part = mx.pad(part, (0, padded - size)) if padded > size else part
             logits.append(self._run(part[None], call)[0, :size])
@@ -158,10 +161,10 @@ class SlotModel:
     def arrays(self) -> list[mx.array]:
         return [array for each in self._layers for array in each.arrays()]
 
-    def forget(self) -> None:
+    def drop_slots(self) -> None:
         """Drops all slots; they are allocated again by the next call."""
         for each in self._layers:
-            each.forget()
+            each.drop()
         self._lengths[:] = 0
         self._saved.clear()
         self._waiting.clear()
@@ -214,5 +217,5 @@ class SlotModel:
         self._lengths[slot] = num_tokens
 
     def _count(self, slots: Sequence[int], lengths: npt.NDArray[np.integer[Any]]) -> None:
-        places = list(slots)
-        self._lengths[places] = np.maximum(self._lengths[places], lengths)
+        indices = list(slots)
+        self._lengths[indices] = np.maximum(self._lengths[indices], lengths)

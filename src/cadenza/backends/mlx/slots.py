@@ -26,7 +26,7 @@ class RaggedCall:
     """One token of each active slot; the other slots compute one that is dropped."""
 
     positions: mx.array  # [B]; 0 if inactive
-    places: mx.array  # [B]; the position to write: the padding one if inactive
+    write_positions: mx.array  # [B]; the position to write: the padding one if inactive
     is_active: mx.array  # [B]
     masks: Masks = field(default_factory=dict)
 
@@ -42,12 +42,12 @@ class RaggedCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotCall:
-    """Tokens of one slot from position `start` on. `places` has the padding position for padding;
-    `is_fresh` if the slot's state starts anew."""
+    """Tokens of one slot from position `start` on. `write_positions` has the padding position for
+    padding; `is_fresh` if the slot's state starts anew."""
 
     slot: int
     start: int
-    places: mx.array  # [C]
+    write_positions: mx.array  # [C]
     is_fresh: bool
     masks: Masks = field(default_factory=dict)
 
@@ -84,7 +84,7 @@ class SlotSizes:
     fill: float = 0.0
 
     @property
-    def padding_place(self) -> int:
+    def padding_position(self) -> int:
         return self.capacity - 1
 
 
@@ -125,13 +125,13 @@ class KVSlots(LayerSlots):
         self.offset = self.offset + count
         if isinstance(call, RaggedCall):
             rows = mx.arange(self._sizes.num_slots)
-            self.keys[rows, :, call.places] = keys[:, :, 0]
-            self.values[rows, :, call.places] = values[:, :, 0]
+            self.keys[rows, :, call.write_positions] = keys[:, :, 0]
+            self.values[rows, :, call.write_positions] = values[:, :, 0]
             return self.keys, self.values
         assert call is not None
         slots = mx.full(count, call.slot, mx.int32)
-        self.keys[slots, :, call.places] = keys[0].swapaxes(0, 1)
-        self.values[slots, :, call.places] = values[0].swapaxes(0, 1)
+        self.keys[slots, :, call.write_positions] = keys[0].swapaxes(0, 1)
+        self.values[slots, :, call.write_positions] = values[0].swapaxes(0, 1)
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
@@ -164,9 +164,9 @@ class KVSlots(LayerSlots):
     def clear(self, slot: int, start: int, stop: int) -> None:
         if self.values is not None:
             self.values[slot, :, start:stop] = 0
-            self.values[slot, :, self._sizes.padding_place] = 0
+            self.values[slot, :, self._sizes.padding_position] = 0
 
-    def forget(self) -> None:
+    def drop(self) -> None:
         self.keys = self.values = None
 
     def _new(self, like: mx.array) -> mx.array:
@@ -245,7 +245,7 @@ class StateSlots(LayerSlots):
                 if each is not None:
                     each[destination] = each[source]
 
-    def forget(self) -> None:
+    def drop(self) -> None:
         self._pools = [None] * len(self._pools)
         self._saved = self._no_snapshots()
 

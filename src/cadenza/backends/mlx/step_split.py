@@ -68,11 +68,11 @@ class StepSplit:
             split.single += map(tokens.decoded, range(single_from, stop))
             among_single += [index for index in range(single_from, stop) if index in wanted]
             split.decoding += map(tokens.decoded, range(stop, tokens.end))
-        places = [*in_spans, *among_single]
-        place_of = {index: place for place, index in enumerate(places)}
+        computed = [*in_spans, *among_single]
+        source_of = {index: source for source, index in enumerate(computed)}
         for each in split.decoding:
-            place_of[int(starts[each.row + 1]) - 1] = len(places) + each.slot
-        split.sources[:] = [place_of[index] for index in indices]
+            source_of[int(starts[each.row + 1]) - 1] = len(computed) + each.slot
+        split.sources[:] = [source_of[index] for index in indices]
         return split
 
 

@@ -3,7 +3,7 @@
 Modules:
 
 - `backend`: `XlaBackend`, and the count of compiled programs
-- `device`: resolves `--device`, and tells its memory
+- `device`: resolves `--device`, and its memory
 - `tables`: resolves `--ops`: the op tables, what each needs and what a backend has with it
 - `arithmetic`: the class of a step's arithmetic, by name
 - `runner`: the runner
@@ -18,7 +18,7 @@ Modules:
 - `in_flight`: steps launched and not read; waits for them at close and at exit
 - `decoder`: the model, its weights and their loading, over the kinds of `layers`
 - `hidden_states`: hidden states that a target's steps keep and an MTP head's steps read
-- `reference_model`: the independent witness
+- `reference_model`: the independent implementation
 - `reference_block`, `reference_delta`, `reference_scan`: its own recurrences
 - `reference_latent`, `reference_inputs`, `reference_rope`: its own attention over latents,
   per-layer embeddings and rotary factors

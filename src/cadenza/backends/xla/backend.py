@@ -91,7 +91,7 @@ class XlaBackend(Backend):
         weights = checkpoint.weights.released_by_layer()
         return XlaRunner(checkpoint.config, weights, setup, table.new_ops)
 
-    def load_witness(self, checkpoint: Checkpoint, max_model_len: int) -> SequenceModel | None:
+    def load_reference(self, checkpoint: Checkpoint, max_model_len: int) -> SequenceModel | None:
         from cadenza.backends.xla.reference_model import ReferenceModel
 
         return ReferenceModel(checkpoint.config, checkpoint.weights, max_model_len)

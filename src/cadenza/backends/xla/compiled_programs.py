@@ -44,10 +44,10 @@ def enable_compilation_cache(folder: Path) -> None:
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    _tell_once(chosen or str(folder))
+    _log_once(chosen or str(folder))
 
 
-def _tell_once(folder: str) -> None:
+def _log_once(folder: str) -> None:
     """Logs the first failure of each kind in one line, in place of JAX's warning of each."""
     warnings.filterwarnings("always", _FAILURE.pattern)
     shown = warnings.showwarning
@@ -55,7 +55,7 @@ def _tell_once(folder: str) -> None:
         warnings.showwarning = _Failures(others=shown, folder=folder)
     elif shown.folder != folder:
         shown.folder = folder
-        shown.told.clear()
+        shown.reported.clear()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,7 +64,7 @@ class _Failures:
 
     others: Callable[..., None]
     folder: str
-    told: set[str] = field(default_factory=set[str])
+    reported: set[str] = field(default_factory=set[str])
 
     def __call__(self, message: Warning | str, *where: Any, **more: Any) -> None:
         found = _FAILURE.match(str(message))
@@ -74,8 +74,8 @@ class _Failures:
         kind, cause = found[1], _ERRNO.sub("", " ".join(found[2].split()))
         if kind == "writing":
             _remove_partial(Path(self.folder))
-        if kind not in self.told:
-            self.told.add(kind)
+        if kind not in self.reported:
+            self.reported.add(kind)
             logger.warning(_LINES[kind], self.folder, cause)
 
 

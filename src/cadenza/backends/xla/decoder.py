@@ -158,7 +158,7 @@ def _num_image_parts(context: StepContext) -> int:
     return vision.num_parts
 
 
-class Entered(NamedTuple):
+class DecoderStream(NamedTuple):
     """What a step's layers begin with: the residual stream, the per-layer embeddings if the model
     has them, and the parts of the images' embeddings, of which the stream has one."""
 
@@ -169,7 +169,7 @@ class Entered(NamedTuple):
     @classmethod
     def of(
         cls, context: StepContext, weights: DecoderWeights, read_hidden: jax.Array | None = None
-    ) -> "Entered":
+    ) -> "DecoderStream":
         """Of the tokens, and of float32 hidden states [T, E] if the model reads them
         (`reads_hidden`)."""
         x = _enter_stream(context, weights, read_hidden)
@@ -182,11 +182,13 @@ class Entered(NamedTuple):
         return cls(stream, inputs, num_image_parts)
 
     @classmethod
-    def of_stream(cls, context: StepContext, stream: Residual) -> "Entered":
+    def of_stream(cls, context: StepContext, stream: Residual) -> "DecoderStream":
         """After some layers of a model without per-layer embeddings."""
         return cls(stream, None, _num_image_parts(context))
 
-    def behind(self, context: StepContext, layer: Layer, index: int, mixed: jax.Array) -> "Entered":
+    def after(
+        self, context: StepContext, layer: Layer, index: int, mixed: jax.Array
+    ) -> "DecoderStream":
         """The same with the stream after layer `index`, from what its mixer gave."""
         stream = layer.add(context.ops, mixed, self.stream)
         if layer.inputs is not None:
@@ -196,7 +198,7 @@ class Entered(NamedTuple):
             stream = stream.with_images(context, index + 1)
         return self._replace(stream=stream)
 
-    def logit_rows(self, context: StepContext) -> "Entered":
+    def logit_rows(self, context: StepContext) -> "DecoderStream":
         ops, step, inputs = context.ops, context.step, self.inputs
         return self._replace(
             stream=self.stream.logit_rows(ops, step),
@@ -224,14 +226,14 @@ def run_layers(
     """All layers of a step. `keeps_hidden` computes the last layer for all tokens, which changes no
     bit."""
     ops, step = context.ops, context.step
-    at = Entered.of(context, weights, read_hidden)
+    at = DecoderStream.of(context, weights, read_hidden)
     last = len(weights.layers) - 1
     for index, layer in enumerate(weights.layers):
         mixed, pools = layer.mix(context, index, at.stream, pools)
         if index == last and not keeps_hidden:
             # KV and states are written; after them only the logit rows are needed.
             mixed, at = ops.take_logit_rows(mixed, step), at.logit_rows(context)
-        at = at.behind(context, layer, index, mixed)
+        at = at.after(context, layer, index, mixed)
     stream = at.stream
     if not keeps_hidden:
         return LayerOutputs(stream.normed(ops, weights.final_norm), pools)

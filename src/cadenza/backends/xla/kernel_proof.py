@@ -257,18 +257,18 @@ class ProofSteps:
         return ops.compute_watched(decode)
 
     def _note_product(self, call: Call, leaves: Sequence[Any]) -> None:
-        """Keeps the weight on the device behind `leaves`, which a program's inputs stand for."""
+        """Keeps the weight that is on the device for `leaves`, a program's abstract inputs."""
         if call.name not in _PRODUCTS:
             return
         x, weight, *_ = call.used
         assert x is not None, "a product has activations"
         assert weight is not None, "a product has a weight"
-        place = [id(leaf) for leaf in leaves].index(id(weight.storage.operand))
+        index = [id(leaf) for leaf in leaves].index(id(weight.storage.operand))
         is_gated = call.name == "gated_linear"
         columns = call.made[0].shape[1] * (2 if is_gated else 1)
         n = self._spec.model.vocab_size if call.name == "next_token" else columns
         key = weight.shape, weight.dtype, n, x.shape[1], is_gated, x.dtype
-        held = jax.tree.leaves(self._weights)[place]
+        held = jax.tree.leaves(self._weights)[index]
         self._products.setdefault(key, Product(held, n, x.shape[1], is_gated, x.dtype))
 
 

@@ -111,8 +111,8 @@ def _sinks_of_next_heads(table: FaultyTable, given: Given) -> Given:  # noqa: AR
 def _embedding_of_next_row(table: FaultyTable, given: Given) -> Given:  # noqa: ARG001
     weights, step = given
     ids, last = step.tokens.ids, jnp.maximum(step.rows.query_starts[1:] - 1, 0)
-    places = jnp.where(_busy_rows(step), last, len(ids))  # none of idle rows
-    changed = ids.at[places].set(ids[last[_next_rows(step)]], mode="drop")
+    indices = jnp.where(_busy_rows(step), last, len(ids))  # none of idle rows
+    changed = ids.at[indices].set(ids[last[_next_rows(step)]], mode="drop")
     return weights, step._replace(tokens=replace(step.tokens, ids=changed))
 
 

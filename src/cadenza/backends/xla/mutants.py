@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from cadenza.backends.base import Fault, FaultSet, LoadRunner
 from cadenza.backends.xla.layer_faults import LAYER_FAULTS
-from cadenza.backends.xla.ops.attention_reference import BLOCK, Places
+from cadenza.backends.xla.ops.attention_reference import BLOCK, LayerSlots
 from cadenza.backends.xla.ops.cuda import CudaOps
 from cadenza.backends.xla.ops.cuda_library import (
     CudaLibrary,
@@ -58,8 +58,8 @@ class RowKeys(OpTable):
 class MultipliedPadding(OpTable):
     """Lanes outside a row's context are multiplied by zero instead of loaded as zero."""
 
-    def _load(self, pool: KVPool, places: Places, valid: jax.Array) -> KVPool:
-        slots, layer = places
+    def _load(self, pool: KVPool, layer_slots: LayerSlots, valid: jax.Array) -> KVPool:
+        slots, layer = layer_slots
         beyond = (jnp.where(valid, slots, slots.shape[1] - 1), layer)
 
         def load(side: jax.Array) -> jax.Array:

@@ -39,9 +39,9 @@ def read_function(take: TakeArrays, num_items: int) -> Callable[..., Any]:
     def read_items(state: Any, items: jax.Array) -> Any:
         def parts(array: jax.Array) -> jax.Array:
             by_item = array.reshape(num_items, -1)
-            places = range(ITEMS_PER_CALL)
+            indices = range(ITEMS_PER_CALL)
             return jnp.concatenate(
-                [jax.lax.dynamic_index_in_dim(by_item, items[k]) for k in places]
+                [jax.lax.dynamic_index_in_dim(by_item, items[k]) for k in indices]
             )
 
         return jax.tree.map(parts, take(state))

@@ -248,8 +248,8 @@ def _with_choices(rows: RowState, arrays: StepArrays, result: jax.Array) -> RowS
     are in ascending order of position."""
     logits, last_sampled = arrays.logits, rows.last_sampled
     is_choice = (logits.token_indices >= 0) & (logits.targets == NO_TARGET)  # [L]
-    places = jnp.arange(len(is_choice), dtype=jnp.int32)
-    chosen = jnp.where(is_choice, places, -1)
+    indices = jnp.arange(len(is_choice), dtype=jnp.int32)
+    chosen = jnp.where(is_choice, indices, -1)
     newest = jnp.full(len(last_sampled), -1, jnp.int32).at[logits.rows].max(chosen)  # [R]
     # Whole rows by index: IREE compiles no column by index for CUDA.
     token_ids = result[jnp.maximum(newest, 0)][:, COLUMN_TOKEN]
@@ -268,9 +268,9 @@ def write_rules(rows: RowState, row: jax.Array, record: jax.Array) -> RowState:
     return rows._replace(rule_records=rows.rule_records.at[row].set(record))
 
 
-def copy_rules(rows: RowState, places: jax.Array) -> RowState:
-    """Copies rule records without their masks, by `places` [MASK_ROWS, 2] of (record, row)."""
-    records, owners = places[:, 0], places[:, 1]
+def copy_rules(rows: RowState, record_rows: jax.Array) -> RowState:
+    """Copies rule records without their masks, by `record_rows` [MASK_ROWS, 2] of (record, row)."""
+    records, owners = record_rows[:, 0], record_rows[:, 1]
     rules = rows.rule_records[owners, :MASK]
     changed = rows.rule_records.at[records, :MASK].set(rules)
     return rows._replace(rule_records=changed)

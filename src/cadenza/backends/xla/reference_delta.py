@@ -54,7 +54,7 @@ class DeltaNet(NamedTuple):
         """Keys or queries [C, Hv, Dk] of length 1, from [C, Hk Dk]."""
         heads = flat.reshape(len(flat), self.shape.num_key_heads, -1)
         heads = heads / jnp.sqrt(jnp.sum(jnp.square(heads), axis=-1, keepdims=True) + 1e-6)
-        places = jnp.arange(self.shape.num_value_heads)
+        indices = jnp.arange(self.shape.num_value_heads)
         if self.shape.is_tiled:
-            return heads[:, places % self.shape.num_key_heads]
-        return heads[:, places * self.shape.num_key_heads // self.shape.num_value_heads]
+            return heads[:, indices % self.shape.num_key_heads]
+        return heads[:, indices * self.shape.num_key_heads // self.shape.num_value_heads]

@@ -36,7 +36,7 @@ class LatentHeads:
         shape, count = self.shape, len(x)
         query = self._query(x).reshape(count, shape.num_heads, shape.query_size)
         plain, rotated = jnp.split(query, [shape.plain_size], axis=-1)
-        query = jnp.concatenate([plain, self._turn(rotated, factors)], axis=-1)
+        query = jnp.concatenate([plain, self._rotate(rotated, factors)], axis=-1)
         key, value = self._key_value(x, factors)
         keys = jax.lax.dynamic_update_slice(cache[0], key, (start, 0, 0))
         values = jax.lax.dynamic_update_slice(cache[1], value, (start, 0, 0))
@@ -59,11 +59,11 @@ class LatentHeads:
         made = self._project("kv_b_proj", self._norm("kv_a_layernorm", latent))
         made = made.reshape(len(x), shape.num_heads, shape.plain_size + shape.value_size)
         plain, value = jnp.split(made, [shape.plain_size], axis=-1)
-        turned = self._turn(rotated[:, None], factors)
+        turned = self._rotate(rotated[:, None], factors)
         wide = jnp.broadcast_to(turned, (len(x), shape.num_heads, shape.rotary_size))
         return jnp.concatenate([plain, wide], axis=-1), value
 
-    def _turn(self, heads: jax.Array, factors: jax.Array) -> jax.Array:
+    def _rotate(self, heads: jax.Array, factors: jax.Array) -> jax.Array:
         """Rotates pairs of heads [C, H, rotary_size] as complex numbers, in place."""
         half = factors.shape[-1] // 2
         turn = jax.lax.complex(factors[:, :half], factors[:, half:])[:, None, :]

@@ -263,12 +263,12 @@ class ReferenceModel:
         keys, values, gate = *cache, None
         if kind.kv_source is None:
             query, key, value, gate = self._query_key_value(layer, x, heads)
-            keys = jax.lax.dynamic_update_slice(keys, _turn(key, factors), (start, 0, 0))
+            keys = jax.lax.dynamic_update_slice(keys, _rotate(key, factors), (start, 0, 0))
             values = jax.lax.dynamic_update_slice(values, value, (start, 0, 0))  # [N, Hkv, D]
         else:
             query = _project(layer, "self_attn.q_proj", x).reshape(count, -1, heads.head_dim)
             query = self._norm(query, layer["self_attn.q_norm.weight"])
-        query = _turn(query, factors)
+        query = _rotate(query, factors)
         query = _by_position(query, model.rope_of(kind), start + jnp.arange(count))
         groups = heads.num_heads // heads.num_kv_heads
         wide_keys, wide_values = (jnp.repeat(side, groups, axis=1) for side in (keys, values))
@@ -394,16 +394,16 @@ def _by_position(query: jax.Array, rope: RopeConfig | None, positions: jax.Array
 
 
 def _by_axes(factors: jax.Array, positions: jax.Array, rope: RopeConfig) -> jax.Array:
-    """The factors [C, rotary dim] of pairs that turn by one of three positions [C, 3] each."""
+    """The factors [C, rotary dim] of pairs that rotate by one of three positions [C, 3] each."""
     half = len(rope.axes)
     own, pairs = positions[:, np.array(rope.axes)], np.arange(half)  # [C, half]
     return jnp.concatenate([factors[own, pairs], factors[own, half + pairs]], axis=1)
 
 
-def _turn(heads: jax.Array, factors: jax.Array) -> jax.Array:
+def _rotate(heads: jax.Array, factors: jax.Array) -> jax.Array:
     """Rotates pairs (i, i + half) of heads [C, H, D] as complex numbers."""
     half = factors.shape[-1] // 2
-    turn = jax.lax.complex(factors[:, :half], factors[:, half:])[:, None, :]
-    turned = jax.lax.complex(heads[..., :half], heads[..., half : 2 * half]) * turn
-    parts = [jnp.real(turned), jnp.imag(turned), heads[..., 2 * half :]]
+    factor = jax.lax.complex(factors[:, :half], factors[:, half:])[:, None, :]
+    rotated = jax.lax.complex(heads[..., :half], heads[..., half : 2 * half]) * factor
+    parts = [jnp.real(rotated), jnp.imag(rotated), heads[..., 2 * half :]]
     return jnp.concatenate(parts, axis=-1)

@@ -378,11 +378,11 @@ class XlaRunner:
     ) -> DeviceState:
         for start in range(0, len(masks), MASK_ROWS):
             part = masks[start : start + MASK_ROWS]
-            places, words = self._padded_masks(part)
+            record_rows, words = self._padded_masks(part)
             rows = state.rows
             if any(update.record != update.row for update in part):
-                rows = programs.rows.copy_rules(rows, places)
-            rows = programs.rows.write_masks(rows, np.ascontiguousarray(places[:, 0]), words)
+                rows = programs.rows.copy_rules(rows, record_rows)
+            rows = programs.rows.write_masks(rows, np.ascontiguousarray(record_rows[:, 0]), words)
             state = state._replace(rows=rows)
         return state
 
@@ -459,7 +459,7 @@ class XlaRunner:
             return
         with self._in_flight.lock:
             if self._encoder is not None:
-                self._encoder.forget()
+                self._encoder.drop_part()
             self._state = None  # frees the old pools before the new ones are allocated
             self._state = self.programs.new_state()
 
@@ -486,7 +486,7 @@ class XlaRunner:
     def _padded_masks(self, part: Sequence[MaskUpdate]) -> tuple[Int32Array, Int32Array]:
         """The records and rows [MASK_ROWS, 2] of updates, and their masks [MASK_ROWS, W - MASK];
         the last one is repeated."""
-        places = np.array([(update.record, update.row) for update in part], np.int32)
+        record_rows = np.array([(update.record, update.row) for update in part], np.int32)
         masks = np.array([update.mask for update in part], np.int32)
-        behind = ((0, MASK_ROWS - len(part)), (0, 0))
-        return np.pad(places, behind, mode="edge"), np.pad(masks, behind, mode="edge")
+        padding = ((0, MASK_ROWS - len(part)), (0, 0))
+        return np.pad(record_rows, padding, mode="edge"), np.pad(masks, padding, mode="edge")

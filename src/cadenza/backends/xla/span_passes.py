@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cadenza.backends.base import RunnerSetup
-from cadenza.backends.xla.decoder import DecoderWeights, Entered
+from cadenza.backends.xla.decoder import DecoderStream, DecoderWeights
 from cadenza.backends.xla.layers.residual import Residual, StepContext
 from cadenza.backends.xla.ops.reference import OpTable
 from cadenza.backends.xla.ops.table import DecoderSpec, KVPool, LayerPools, StepArrays
@@ -84,7 +84,7 @@ class SpanPasses:
             def decode(table: OpTable) -> tuple[jax.Array, dict[int, KVPool]]:
                 at = context.within(table)
                 if index == 0:
-                    entered, pools = Entered.of(at, weights), state.pools
+                    entered, pools = DecoderStream.of(at, weights), state.pools
                 else:
                     entered, pools = _finish(at, weights, rows, index - 1, state.pools)
                 pools = weights.layers[-1].append(at, index, entered.stream, pools)
@@ -108,17 +108,17 @@ def _weights_of(weights: DecoderWeights, index: int) -> DecoderWeights:
 
 def _finish(
     context: StepContext, weights: DecoderWeights, rows: jax.Array, index: int, pools: LayerPools
-) -> tuple[Entered, LayerPools]:
+) -> tuple[DecoderStream, LayerPools]:
     """The stream after layer `index`, from its `rows` before, and the pools."""
     if weights.layer_embedding is None:
-        entered = Entered.of_stream(context, Residual(rows, context.step.num_tokens))
+        entered = DecoderStream.of_stream(context, Residual(rows, context.step.num_tokens))
     else:
         # Per-layer embeddings are of the first stream, which is cheap to make again.
-        entered = Entered.of(context, weights)
+        entered = DecoderStream.of(context, weights)
         entered = entered._replace(stream=Residual(rows, context.step.num_tokens))
     layer = weights.layers[0]
     mixed, pools = layer.mix(context, index, entered.stream, pools)
-    return entered.behind(context, layer, index, mixed), pools
+    return entered.after(context, layer, index, mixed), pools
 
 
 def _changed(pools: LayerPools, before: LayerPools) -> dict[int, KVPool]:

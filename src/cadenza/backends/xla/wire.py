@@ -17,8 +17,8 @@ def unpack(
     """The step's arrays, with each token's row, and LAST_SAMPLED replaced by `last_sampled`."""
     groups = layout.split(words, _bits_as)
     starts = groups.rows.query_starts
-    places = jnp.arange(layout.num_tokens)
-    token_rows = jnp.searchsorted(starts[1:], places, side="right", method="scan_unrolled")
+    indices = jnp.arange(layout.num_tokens)
+    token_rows = jnp.searchsorted(starts[1:], indices, side="right", method="scan_unrolled")
     token_rows = jnp.minimum(token_rows, layout.num_rows - 1).astype(jnp.int32)
     ids = groups.tokens.ids
     ids = jnp.where(ids == LAST_SAMPLED, last_sampled[token_rows], ids)

@@ -1,4 +1,4 @@
-"""The engine in a process of its own: `ProcessLink` in front, `worker` behind, frames between.
+"""The engine in a process of its own, and messages between it and the front end.
 
 Modules:
 

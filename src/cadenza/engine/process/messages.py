@@ -45,7 +45,7 @@ class Start(msgspec.Struct, frozen=True, tag=True, kw_only=True):
             front end; None: all that is available.
         num_engines: of that front end, at the same time, which share a GPU's memory equally.
         prefix_secret: keys pages, unless a folder of pages has a secret of its own; the engine then
-            tells what it holds. None: it is the only one, and need not.
+            reports what it holds. None: it is the only one, and need not.
     """
 
     model: str | None

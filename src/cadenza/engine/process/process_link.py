@@ -222,11 +222,11 @@ class ProcessLink:
         with selectors.DefaultSelector() as selector, self._outbox.waking(selector):
             try:
                 while not self._front.is_done:
-                    self._turn(selector, emit)
+                    self._serve_once(selector, emit)
             finally:
                 self._finish(emit)
 
-    def _turn(self, selector: selectors.BaseSelector, emit: Emit) -> None:
+    def _serve_once(self, selector: selectors.BaseSelector, emit: Emit) -> None:
         if self._child is None and self._supervision.may_start(self.clock()):
             self._start(emit)
         child = self._child
@@ -322,8 +322,8 @@ class ProcessLink:
             ended = "the engine process ended"
             if self._failed is None:
                 return Loss(error=ended, cause=ended)
-            told = f"{ended} with an error that its log has"
-            return Loss(error=self._failed.message, cause=told)
+            cause = f"{ended} with an error that its log has"
+            return Loss(error=self._failed.message, cause=cause)
         return None
 
     def _check_for_hang(self, child: EngineChild) -> Loss | None:
@@ -341,7 +341,7 @@ class ProcessLink:
             if message.stats is not None:
                 self.stats = message.stats
             if message.summary is not None:
-                self._front.tell(message.summary)
+                self._front.notify(message.summary)
             if message.route is not None:
                 self._front.take_report(message.route)
             self._supervision.beat(
@@ -378,12 +378,12 @@ class ProcessLink:
             self._outbox.put(*self._front.watch_commands(), *self._recovery.begin())
             if self._recovery.is_done:
                 self._supervision.ready()
-        self._front.tell("ready")
+        self._front.notify("ready")
         if ended:
             logger.warning("%d requests were ended: %s", len(ended), CHANGED)
             emit([*ended])
         logger.info("engine ready in %s; process %s", _phases(message.startup_s), self.pid)
-        self._front.settle()
+        self._front.finish_start()
 
     def _go_on(self) -> None:
         """The next commands while requests that may be the cause of crashes run alone."""
@@ -414,7 +414,7 @@ class ProcessLink:
             ended = [] if cause is None else cause.ends
             if self._options.on_failure != "resume":
                 ended += self._requests.end_all("engine_lost", LOST)
-        self._front.tell("lost")
+        self._front.notify("lost")
         if ended:
             emit([*ended])
         if cause is not None:
@@ -423,7 +423,7 @@ class ProcessLink:
         if is_postponed:
             self._postpone(SHORTAGE, loss.error, emit)
             return
-        # Whoever waits for the first load raises its error, which is then not told twice.
+        # Whoever waits for the first load raises its error, which is then not logged twice.
         is_refused = failed is not None and self._check is None
         level = logging.DEBUG if is_refused else logging.ERROR
         logger.log(level, "engine process %d: %s (exit status %d)", child.pid, loss.error, code)

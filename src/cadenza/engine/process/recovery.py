@@ -68,7 +68,7 @@ class Recovery:
             return None
         self._forget_losses_alone()
         ends = self._requests.fail(trial.request_id, "engine_failed", ENGINE_FAILED)
-        self._requests.forget_losses()
+        self._requests.reset_losses()
         return Cause(request_id=trial.request_id, ends=ends)
 
     def _count_loss_alone(self, request_id: int) -> None:

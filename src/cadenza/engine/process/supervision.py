@@ -21,7 +21,7 @@ IDLE_CPU_S = 0.25
 """Less CPU time than this may be a sleeping library's housekeeping."""
 
 _MAJOR_FAULTS, _USER_TICKS, _SYSTEM_TICKS = 9, 11, 12
-"""Fields of /proc/PID/stat, behind the command's name."""
+"""Fields of /proc/PID/stat, after the command's name."""
 
 START_SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM})
 """Errors of making a process that may pass: descriptors, processes, memory to fork."""

@@ -87,9 +87,9 @@ def _scoring_layer(context: StepContext, index: int, layer: AttendingLayer) -> S
 
 def _layer_of(context: StepContext, index: int) -> tuple[int, AttendingLayer]:
     model = context.model
-    kind, (group, place) = model.layer_kinds[index], model.kv_place(index)
+    kind, (group, group_index) = model.layer_kinds[index], model.kv_place(index)
     layer = AttendingLayer(
-        *(place, model.heads_of(kind), kind.window),
+        *(group_index, model.heads_of(kind), kind.window),
         sees_spans=model.sees_spans(kind),
         has_starts=context.is_sparse and kind.window is not None,
     )
@@ -97,7 +97,7 @@ def _layer_of(context: StepContext, index: int) -> tuple[int, AttendingLayer]:
 
 
 def _load_gated(source: WeightSource, spec: AttentionSpec) -> tuple[Linear, Linear]:
-    """Queries, keys and values, and the gates, which are stored behind the queries of each head."""
+    """Queries, keys and values, and the gates, which are stored after the queries of each head."""
     heads = source.spec.model.heads
     query, key, value = spec.qkv.linears
 

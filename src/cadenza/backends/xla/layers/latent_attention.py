@@ -64,8 +64,8 @@ class LatentAttention(NamedTuple):
             queries=queries,
             keys=ops.project(normed, self.latent, count),
         )
-        group, place = model.kv_place(index)
-        layer = LatentLayer(index=place, shape=shape, norm_eps=LATENT_NORM_EPS)
+        group, group_index = model.kv_place(index)
+        layer = LatentLayer(index=group_index, shape=shape, norm_eps=LATENT_NORM_EPS)
         factors = LatentFactors(self.latent_norm, rope, context.rope_positions)
         mixed, pool = ops.latent_attend(given, pools.kv[group], factors, context.step, layer)
         values = ops.head_linear(mixed, self.values, count, shape.rank)

@@ -51,7 +51,7 @@ class StepContext(NamedTuple):
             rope_positions = jnp.where(given >= 0, given, rope_positions)
         if model.has_rope_axes:
             pairs = zip(model.ropes, ropes, strict=True)
-            ropes = tuple(_turns_of(rope, table, step, rope_positions) for rope, table in pairs)
+            ropes = tuple(_rotations_of(rope, table, step, rope_positions) for rope, table in pairs)
             rope_positions = jnp.arange(len(step.tokens.ids), dtype=jnp.int32)
         images = None if image_rows is None else ImageRows(image_rows, step.tokens.image_slots)
         return cls(ops, model, step, ropes, rope_positions, images, spec.is_sparse)
@@ -64,12 +64,12 @@ class StepContext(NamedTuple):
         model, step = self.model, self.step
         shape = model.layer_kinds[index].recurrence
         assert shape is not None, "the layer has a recurrence"
-        place = model.recurrent_layers.index(index)
-        layer = RecurrentLayer(index=place, shape=shape, norm_eps=model.rms_norm_eps)
+        state_index = model.recurrent_layers.index(index)
+        layer = RecurrentLayer(index=state_index, shape=shape, norm_eps=model.rms_norm_eps)
         return (step, StepStates(step.rows.state_starts, step.tokens.state_slots)), layer
 
 
-def _turns_of(
+def _rotations_of(
     rope: RopeConfig | None, table: Any, step: StepArrays, rope_positions: jax.Array
 ) -> jax.Array:
     """The row of `table` [positions, ·] for each token, each pair by the coordinate of its axis;
@@ -79,10 +79,10 @@ def _turns_of(
         return table[rope_positions]
     coordinates = jnp.where(given >= 0, given, positions[:, None])  # [T, 3]
     axes = np.array(rope.axes * 2)  # cosines, then sines
-    turns = table[coordinates[:, 0]]
+    rotations = table[coordinates[:, 0]]
     for axis in (1, 2):
-        turns = jnp.where(axes == axis, table[coordinates[:, axis]], turns)
-    return turns
+        rotations = jnp.where(axes == axis, table[coordinates[:, axis]], rotations)
+    return rotations
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,7 @@ from cadenza.checkpoint.layer_kind import HeadShape
 BLOCK = 128
 """KV positions per softmax block; blocks start at multiples of it."""
 
-Places = tuple[jax.Array, int]
+LayerSlots = tuple[jax.Array, int]
 """KV slots of any shape, and a layer index."""
 
 _HIGHEST = jax.lax.Precision.HIGHEST
@@ -53,7 +53,7 @@ class KeyBlock(NamedTuple):
     """A block of positions: their slots and layer, the lanes [T, B] attended to, and the scores'
     factor."""
 
-    places: Places
+    layer_slots: LayerSlots
     valid: jax.Array
     scale: float
 
@@ -89,12 +89,12 @@ class AttentionOps(EncoderOps):
         heads = qkv.astype(jnp.float32).reshape(len(qkv), -1, shape.head_dim)  # [T, H, D]
         first, second = shape.num_heads, shape.num_heads + shape.num_kv_heads
         key, value = heads[:, first:second], heads[:, second:]
-        turns = factors.rope[factors.rope_positions]  # [T, rotary_dim]
+        rotations = factors.rope[factors.rope_positions]  # [T, rotary_dim]
         if key.shape[1]:
-            rotary = turns[:, : turns.shape[1] // 2 * 2]
+            rotary = rotations[:, : rotations.shape[1] // 2 * 2]
             key, value = self._keys_and_values(key, value, factors, rotary)
             pool = _append(pool, key, value, (step.tokens.slots, layer.index))
-        grouped = self._queries(qkv, factors, turns, shape)
+        grouped = self._queries(qkv, factors, rotations, shape)
         scale = self._model.scale_of(shape)
         span = Span(
             *(layer.index, scale, shape.head_dim, layer.window, factors.sinks),
@@ -107,7 +107,7 @@ class AttentionOps(EncoderOps):
         return out.astype(self._spec.dtype), pool
 
     def _keys_and_values(
-        self, key: jax.Array, value: jax.Array, factors: HeadFactors, turns: jax.Array
+        self, key: jax.Array, value: jax.Array, factors: HeadFactors, rotations: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """Keys and values [T, Hkv, D] as they are kept; without values these are made of keys."""
         eps, dtype = self._model.rms_norm_eps, self._spec.dtype
@@ -117,7 +117,7 @@ class AttentionOps(EncoderOps):
             key = norm_heads(key, factors.norms[1], eps)
         if self._model.has_value_norm:
             value = rms_norm(value, jnp.ones((), jnp.float32), eps)
-        return rotate(key, turns).astype(dtype), value.astype(dtype)
+        return rotate(key, rotations).astype(dtype), value.astype(dtype)
 
     def latent_attend(
         self,
@@ -129,8 +129,8 @@ class AttentionOps(EncoderOps):
     ) -> tuple[jax.Array, KVPool]:
         """Norms latents, rotates parts of queries and keys, writes keys to their slots, and attends
         with the absorbed queries: activations [T, Hq rank] and the pool, in place."""
-        shape, turns = layer.shape, factors.rope[factors.rope_positions]  # [T, rotary_size]
-        query, key = latent_heads(given, turns, factors.norm, layer)
+        shape, rotations = layer.shape, factors.rope[factors.rope_positions]  # [T, rotary_size]
+        query, key = latent_heads(given, rotations, factors.norm, layer)
         key, query = key.astype(self._spec.dtype), query.astype(self._spec.dtype)
         pool = _append(pool, key, None, (step.tokens.slots, layer.index))
         span = Span(layer.index, self._model.scale_of(shape.heads), shape.rank)
@@ -154,8 +154,8 @@ class AttentionOps(EncoderOps):
         queries = RowQueries(positions=step.tokens.positions[last], lengths=lengths)
 
         def add(scores: jax.Array) -> jax.Array:
-            turns = factors.rope[factors.rope_positions[last]]
-            query = self._queries(given.qkv[last], factors, turns, layer.heads)
+            rotations = factors.rope[factors.rope_positions[last]]
+            query = self._queries(given.qkv[last], factors, rotations, layer.heads)
             own = step._replace(token_rows=jnp.arange(len(last), dtype=jnp.int32))
             logits = self._key_logits(query, pool, own, (lengths, scores.shape[-1]), layer)
             is_key = jnp.arange(scores.shape[-1]) < lengths[:, None]
@@ -164,19 +164,19 @@ class AttentionOps(EncoderOps):
         return jax.lax.cond(jnp.any(lengths > 0), add, lambda scores: scores, scores)
 
     def _queries(
-        self, qkv: jax.Array, factors: HeadFactors, turns: jax.Array, shape: HeadShape
+        self, qkv: jax.Array, factors: HeadFactors, rotations: jax.Array, shape: HeadShape
     ) -> jax.Array:
         """The queries [T, Hkv, G, D] of projections [T, ·], normed and rotated."""
         query_scale = None
-        if turns.shape[1] % 2:
-            turns, query_scale = turns[:, :-1], turns[:, -1]
+        if rotations.shape[1] % 2:
+            rotations, query_scale = rotations[:, :-1], rotations[:, -1]
         query = qkv[:, : shape.query_size].astype(jnp.float32)
         query = query.reshape(len(qkv), -1, shape.head_dim)
         if factors.norms is not None:
             query = norm_heads(query, factors.norms[0], self._model.rms_norm_eps)
         if query_scale is not None:
             query = query * query_scale[:, None, None]
-        query = rotate(query, turns)
+        query = rotate(query, rotations)
         if not self._spec.has_kv_codes:
             query = query.astype(self._spec.dtype)
         return query.reshape(len(qkv), shape.num_kv_heads, -1, shape.head_dim)
@@ -198,8 +198,8 @@ class AttentionOps(EncoderOps):
         def body(block: jax.Array, found: jax.Array) -> jax.Array:
             positions = block * BLOCK + jnp.arange(BLOCK)[None, :]
             valid = positions < lengths[:, None]  # [R, B]
-            places = self._slots(positions, valid, step), layer.index
-            logits = self._scaled_scores(query, self._load(pool, places, valid), layer.heads)
+            layer_slots = self._slots(positions, valid, step), layer.index
+            logits = self._scaled_scores(query, self._load(pool, layer_slots, valid), layer.heads)
             return jax.lax.dynamic_update_slice_in_dim(found, logits, block * BLOCK, 3)
 
         return jax.lax.fori_loop(0, self._num_blocks(lengths), body, found)[..., :most]
@@ -229,8 +229,8 @@ class AttentionOps(EncoderOps):
             valid = (positions >= 0) & (positions < limits[:, None])
             if span.window is not None:
                 valid &= positions >= _window_starts(step, span.window, span.has_starts)[:, None]
-            places = self._slots(positions, valid, step), span.layer
-            lanes = KeyBlock(places, valid, span.scale)
+            layer_slots = self._slots(positions, valid, step), span.layer
+            lanes = KeyBlock(layer_slots, valid, span.scale)
             return self._attend_block(query, pool, lanes, state)
 
         _, total, out = jax.lax.fori_loop(0, self._num_blocks(limits), body, state)
@@ -249,13 +249,13 @@ class AttentionOps(EncoderOps):
         pages = step.page_table[step.token_rows[:, None], index]  # [T, B]
         return jnp.where(valid, pages * size + positions % size, 0)
 
-    def _load(self, pool: KVPool, places: Places, valid: jax.Array) -> KVPool:
+    def _load(self, pool: KVPool, layer_slots: LayerSlots, valid: jax.Array) -> KVPool:
         """Keys and values [T, B, Hkv, D], or codes, at slots [T, B]; 0 for lanes that are not
         valid."""
 
         def load(side: jax.Array) -> jax.Array:
             lanes = valid.reshape(*valid.shape, *(1,) * (side.ndim - 2))
-            return jnp.where(lanes, side[places], jnp.zeros((), side.dtype))
+            return jnp.where(lanes, side[layer_slots], jnp.zeros((), side.dtype))
 
         return jax.tree.map(load, pool)
 
@@ -267,7 +267,7 @@ class AttentionOps(EncoderOps):
         state: tuple[jax.Array, ...],
     ) -> tuple[jax.Array, ...]:
         """One block of the online softmax; leaves tokens without a valid lane unchanged."""
-        loaded = self._load(pool, block.places, block.valid)
+        loaded = self._load(pool, block.layer_slots, block.valid)
         return self._attend_loaded(query, loaded, block, state)
 
     def _attend_loaded(
@@ -336,9 +336,11 @@ def _first_maximum(shape: tuple[int, ...], sinks: Any | None) -> jax.Array:
     return jnp.broadcast_to(jnp.asarray(sinks, jnp.float32).reshape(shape[1:]), shape)
 
 
-def _append(pool: KVPool, key: jax.Array, value: jax.Array | None, places: Places) -> KVPool:
+def _append(
+    pool: KVPool, key: jax.Array, value: jax.Array | None, layer_slots: LayerSlots
+) -> KVPool:
     """Writes key and value [T, Hkv, D] to their slots [T]; padding (slot -1) is skipped."""
-    slots, layer = places
+    slots, layer = layer_slots
     new = KVPool(key, value)
     if isinstance(pool.keys, CodedHeads):
         assert value is not None, "latents have no codes"

@@ -75,8 +75,8 @@ class EncoderOps(BaseTable):
             key = rms_norm(key, factors.norms[1], shape.norm_eps)
         if factors.norms_values:
             value = rms_norm(value, jnp.ones((), jnp.float32), shape.norm_eps)
-        if factors.turns is not None:
-            query, key = rotate(query, factors.turns), rotate(key, factors.turns)
+        if factors.rotations is not None:
+            query, key = rotate(query, factors.rotations), rotate(key, factors.rotations)
         index = jnp.arange(len(qkv))
         are_kept = index < block.num_defined
 

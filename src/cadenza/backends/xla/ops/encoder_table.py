@@ -42,7 +42,7 @@ class EncoderFactors(NamedTuple):
     decoder's: towers whose pairs lie elsewhere have their weights' rows, and norms, reordered when
     they are loaded."""
 
-    turns: Any | None = None  # [B, R] float32: cosines, then sines
+    rotations: Any | None = None  # [B, R] float32: cosines, then sines
     norms: tuple[Any, Any] | None = None  # [D] each: RMS norms of a head's query and key
     norms_values: bool = False  # by an RMS norm without weight
 

@@ -154,7 +154,7 @@ def grouped_linear(
 def expert_biases(
     biases: Sequence[Sequence[npt.NDArray[Any]]],
 ) -> npt.NDArray[np.float32] | None:
-    """The biases of each expert's parts, one behind the other: [X, N]; None if there are none."""
+    """The biases of each expert's parts, one after the other: [X, N]; None if there are none."""
     if not any(len(parts) for parts in biases):
         return None
     return np.stack([np.concatenate(parts) for parts in biases]).astype(np.float32)

@@ -33,15 +33,15 @@ def rotate(heads: jax.Array, factors: jax.Array) -> jax.Array:
     rotary = factors.shape[-1]
     cos, sin = jnp.split(factors[:, None, :], 2, axis=-1)  # [T, 1, rotary_dim / 2]
     first, second = jnp.split(heads[..., :rotary], 2, axis=-1)
-    turned = [first * cos - second * sin, second * cos + first * sin, heads[..., rotary:]]
-    return jnp.concatenate(turned, axis=-1)
+    parts = [first * cos - second * sin, second * cos + first * sin, heads[..., rotary:]]
+    return jnp.concatenate(parts, axis=-1)
 
 
 def latent_heads(
-    given: LatentInputs, turns: jax.Array, norm: jax.Array, layer: LatentLayer
+    given: LatentInputs, rotations: jax.Array, norm: jax.Array, layer: LatentLayer
 ) -> tuple[jax.Array, jax.Array]:
     """Queries [T, 1, Hq, rank + rotary_size] of the only key, and keys [T, 1, rank + rotary_size],
-    float32. `turns` [T, rotary_size] are those of the tokens."""
+    float32. `rotations` [T, rotary_size] are those of the tokens."""
     shape, count = layer.shape, len(given.keys)
     latent, key = jnp.split(given.keys, [shape.rank], axis=-1)
     absorbed = given.absorbed.reshape(count, shape.num_heads, -1).astype(jnp.float32)
@@ -50,7 +50,7 @@ def latent_heads(
     def with_rotated(plain: jax.Array, rotated: jax.Array) -> jax.Array:
         if shape.pairs_neighbours:
             rotated = jnp.concatenate([rotated[..., 0::2], rotated[..., 1::2]], axis=-1)
-        return jnp.concatenate([plain, rotate(rotated.astype(jnp.float32), turns)], axis=-1)
+        return jnp.concatenate([plain, rotate(rotated.astype(jnp.float32), rotations)], axis=-1)
 
     normed = rms_norm(latent, norm, layer.norm_eps)
     return with_rotated(absorbed, query)[:, None], with_rotated(normed[:, None], key[:, None])

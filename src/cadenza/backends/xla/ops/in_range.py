@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 
 
-def set_rows(array: jax.Array, places: Any, rows: jax.Array, are_kept: jax.Array) -> jax.Array:
-    """`array` [S, ...] with those of `rows` [T, ...] that `are_kept` [T] marks at `places` [T],
+def set_rows(array: jax.Array, indices: Any, rows: jax.Array, are_kept: jax.Array) -> jax.Array:
+    """`array` [S, ...] with those of `rows` [T, ...] that `are_kept` [T] marks at `indices` [T],
     which are otherwise of any value and may be a tuple, with further indices after the first."""
-    first, *others = places if isinstance(places, tuple) else (places,)
+    first, *others = indices if isinstance(indices, tuple) else (indices,)
     source = jnp.where(are_kept, jnp.arange(len(are_kept)), jnp.argmax(are_kept))
     is_any = jnp.any(are_kept)
     index = jnp.where(is_any, first[source], 0)
@@ -20,21 +20,21 @@ def set_rows(array: jax.Array, places: Any, rows: jax.Array, are_kept: jax.Array
 
 
 def set_first_rows(
-    array: jax.Array, places: jax.Array, rows: jax.Array, count: jax.Array
+    array: jax.Array, indices: jax.Array, rows: jax.Array, count: jax.Array
 ) -> jax.Array:
-    """`array` [S, ...] with the first `count` [] of `rows` [T, ...] at `places` [T]: `set_rows`
+    """`array` [S, ...] with the first `count` [] of `rows` [T, ...] at `indices` [T]: `set_rows`
     without a search."""
-    index = jnp.arange(len(places))
+    index = jnp.arange(len(indices))
     source = jnp.where(index < count, index, 0)
-    at = jnp.where(count > 0, places[source], 0)
+    at = jnp.where(count > 0, indices[source], 0)
     kept = jnp.where(count > 0, rows.astype(array.dtype)[source], array[0])
     return array.at[at].set(kept, mode="promise_in_bounds")
 
 
-def set_row(array: jax.Array, place: Any, row: jax.Array, is_kept: jax.Array) -> jax.Array:
-    """`array` with `row` at `place`, an index or a tuple, if `is_kept` []; otherwise of any
+def set_row(array: jax.Array, index: Any, row: jax.Array, is_kept: jax.Array) -> jax.Array:
+    """`array` with `row` at `index`, an index or a tuple, if `is_kept` []; otherwise of any
     value."""
-    first, *others = place if isinstance(place, tuple) else (place,)
+    first, *others = index if isinstance(index, tuple) else (index,)
     at = (jnp.where(is_kept, first, 0), *others)
     kept = jnp.where(is_kept, row.astype(array.dtype), array[at])
     return array.at[at].set(kept, mode="promise_in_bounds")

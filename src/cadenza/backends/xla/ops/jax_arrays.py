@@ -14,17 +14,17 @@ def _rows_of(shape: tuple[int, int]) -> jax.Array:
     return jnp.arange(shape[0])[:, None]
 
 
-def _with_place(shape: tuple[int, int], dtype: Any) -> jax.Array:
-    """Zeros [L, V + 1], with a place for the id V."""
+def _with_spare(shape: tuple[int, int], dtype: Any) -> jax.Array:
+    """Zeros [L, V + 1], with an element for the id V."""
     return jnp.zeros((shape[0], shape[1] + 1), dtype)
 
 
 def _spread(shape: tuple[int, int], dtype: Any, ids: jax.Array, values: Any) -> jax.Array:
-    return _with_place(shape, dtype).at[_rows_of(shape), ids].set(values)[:, :-1]
+    return _with_spare(shape, dtype).at[_rows_of(shape), ids].set(values)[:, :-1]
 
 
 def _spread_sum(shape: tuple[int, int], dtype: Any, ids: jax.Array, values: Any) -> jax.Array:
-    return _with_place(shape, dtype).at[_rows_of(shape), ids].add(values)[:, :-1]
+    return _with_spare(shape, dtype).at[_rows_of(shape), ids].add(values)[:, :-1]
 
 
 JAX = Arrays(
@@ -33,7 +33,7 @@ JAX = Arrays(
     either=jax.lax.cond,
     repeat=lambda count, body, state: jax.lax.fori_loop(0, count, body, state),
     repeat_while=jax.lax.while_loop,
-    set_at=lambda array, places, values: array.at[places].set(values),
+    set_at=lambda array, indices, values: array.at[indices].set(values),
     spread=_spread,
     spread_sum=_spread_sum,
 )

@@ -182,7 +182,7 @@ class NativeProgram:
             parameters = [*map(index_of, each.arrays), *each.attributes]
             operations += [each.code, len(parameters), *parameters]
         recorded = [array for _, array in inner.values()]
-        arrays, scratch_bytes = _place_arrays(recorded)
+        arrays, scratch_bytes = _lay_out(recorded)
         shapes = [_shape_of(leaf) for leaf in leaves]
         used = [*map(_shape_of, self._operands.values()), *shapes, _bytes(scratch_bytes)]
         words = ProgramWords(operations, [*used, *map(_shape_of, recorded)])
@@ -240,9 +240,9 @@ def _bytes(count: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((count,), jnp.uint8)
 
 
-def _place_arrays(arrays: Sequence[Recorded]) -> tuple[list[int], int]:
+def _lay_out(arrays: Sequence[Recorded]) -> tuple[list[int], int]:
     """The arrays of the scratch buffer as words that the library reads, and its size in bytes."""
-    num_bytes = place(list({id(each.storage): each.storage for each in arrays}.values()))
+    num_bytes = set_offsets(list({id(each.storage): each.storage for each in arrays}.values()))
     words: list[int] = []
     for array in arrays:
         code = _CODE_OF_DTYPE[array.dtype]
@@ -250,7 +250,7 @@ def _place_arrays(arrays: Sequence[Recorded]) -> tuple[list[int], int]:
     return words, num_bytes
 
 
-def place(storages: list[Storage]) -> int:
+def set_offsets(storages: list[Storage]) -> int:
     """Sets the offsets so that storages in use at the same time do not overlap; returns the end."""
     end = 0
     placed: list[Storage] = []
@@ -260,7 +260,7 @@ def place(storages: list[Storage]) -> int:
         for other in sorted(placed, key=lambda each: each.offset):
             if other.offset - storage.offset >= storage.num_bytes:
                 break
-            # One without bytes may be at the place of another, and moves nothing back.
+            # One without bytes may be at the offset of another, and moves nothing back.
             end_of_other = other.offset + -(-other.num_bytes // _ALIGNMENT) * _ALIGNMENT
             storage.offset = max(storage.offset, end_of_other)
         placed.append(storage)

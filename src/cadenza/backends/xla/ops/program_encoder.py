@@ -66,7 +66,7 @@ class ProgramEncoderOps(ProgramRecorder):
         query_norm, key_norm = factors.norms or (None, None)
         results = tuple(like(side) for side in heads)
         kept = self._call_encoder("keep_heads", results, {6: 0, 7: 1, 8: 2})(
-            *(qkv, factors.turns, query_norm, key_norm, block.start, block.num_defined, *heads),
+            *(qkv, factors.rotations, query_norm, key_norm, block.start, block.num_defined, *heads),
             norm_eps=np.float32(shape.norm_eps),
             norms_values=factors.norms_values,
         )

@@ -59,7 +59,7 @@ _CODE_OF_ACTIVATION: dict[Activation, int] = {
     "clamped_swiglu": 3,
 }
 _SCALE_BYTES = np.dtype(np.float32).itemsize
-"""Of the scale of a key or value of one head, behind its int8 codes."""
+"""Of the scale of a key or value of one head, after its int8 codes."""
 
 _LANES = 16
 """Columns of a state side by side."""

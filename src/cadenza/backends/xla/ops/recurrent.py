@@ -39,7 +39,7 @@ class _RowStates(NamedTuple):
 
 
 _Advance = Callable[[Any, _RowStates], tuple[jax.Array, _RowStates]]
-"""The output of one token, from its inputs and its row's state, and the state behind it."""
+"""The output of one token, from its inputs and its row's state, and the state after it."""
 
 
 def gated_delta(
@@ -104,21 +104,21 @@ def _run_rows(
     held = jax.tree.map(lambda side: _begin(side, slots.initial, layer), pool)
     rows = _RowStates(held.inputs, held.states)
     num_tokens = len(jax.tree.leaves(given)[0])
-    places = jnp.arange(num_tokens)
-    is_used = places < arrays.num_tokens
+    indices = jnp.arange(num_tokens)
+    is_used = indices < arrays.num_tokens
     are_kept = is_used & (slots.kept >= 0)
 
-    def body(carry: Any, place: jax.Array) -> tuple[Any, jax.Array]:
+    def body(carry: Any, index: jax.Array) -> tuple[Any, jax.Array]:
         rows, pool = carry
-        row, slot = arrays.token_rows[place], (slots.kept[place], layer)
+        row, slot = arrays.token_rows[index], (slots.kept[index], layer)
         now = jax.tree.map(lambda side: side[row], rows)
-        y, new = advance(jax.tree.map(lambda side: side[place], given), now)
-        rows = jax.tree.map(lambda side, own: set_row(side, row, own, is_used[place]), rows, new)
-        kept = are_kept[place]
+        y, new = advance(jax.tree.map(lambda side: side[index], given), now)
+        rows = jax.tree.map(lambda side, own: set_row(side, row, own, is_used[index]), rows, new)
+        kept = are_kept[index]
         pool = jax.tree.map(lambda side, own: set_row(side, slot, own, kept), pool, StatePool(*new))
         return (rows, pool), y
 
-    (_, pool), y = jax.lax.scan(body, (rows, pool), places)
+    (_, pool), y = jax.lax.scan(body, (rows, pool), indices)
     return y, pool
 
 

@@ -63,24 +63,24 @@ class SplitOps(OpTable):
         return jnp.moveaxis(gated, 0, 1).reshape(gate.shape)
 
     def _queries(
-        self, qkv: jax.Array, factors: HeadFactors, turns: jax.Array, shape: HeadShape
+        self, qkv: jax.Array, factors: HeadFactors, rotations: jax.Array, shape: HeadShape
     ) -> jax.Array:
         groups = qkv[:, : shape.query_size].reshape(len(qkv), shape.num_kv_heads, -1)
         own = replace(shape, num_heads=shape.num_heads // shape.num_kv_heads, num_kv_heads=1)
         whole = super()._queries
 
         def query(part: jax.Array) -> jax.Array:
-            return whole(part, factors, turns, own)[:, 0]
+            return whole(part, factors, rotations, own)[:, 0]
 
         return jnp.moveaxis(_each(query, jnp.moveaxis(groups, 1, 0)), 0, 1)
 
     def _keys_and_values(
-        self, key: jax.Array, value: jax.Array, factors: HeadFactors, turns: jax.Array
+        self, key: jax.Array, value: jax.Array, factors: HeadFactors, rotations: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         whole = super()._keys_and_values
 
         def kept(part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            return whole(part[0][:, None], part[1][:, None], factors, turns)
+            return whole(part[0][:, None], part[1][:, None], factors, rotations)
 
         heads = jnp.moveaxis(key, 1, 0), jnp.moveaxis(value, 1, 0)
         keys, values = _each(kept, heads)

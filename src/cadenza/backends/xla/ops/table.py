@@ -216,7 +216,7 @@ class ScanInputs(NamedTuple):
 
 
 class StatePool(NamedTuple):
-    """The slots of all layers with a state; the op table chooses the layout behind the slots."""
+    """The slots of all layers with a state; the op table chooses the layout after the slots."""
 
     inputs: Any  # [S, layers, ...]: the newest J - 1 inputs of the convolution
     states: Any | None  # [S, layers, ...], float32; None for layers without matrices
@@ -238,7 +238,7 @@ class StepStates(NamedTuple):
     """Negative for none."""
 
     initial: jax.Array  # [R]: the slot of the state before a row's first token; none is zeros
-    kept: jax.Array  # [T]: the slot that gets the state behind a token
+    kept: jax.Array  # [T]: the slot that gets the state after a token
 
 
 class RuleArrays(NamedTuple):
@@ -279,7 +279,7 @@ class BaseTable:
     """
 
     skips_padding = False
-    """Whether rows behind the true number are not computed, and any size of a step will do."""
+    """Whether rows after the true number are not computed, and any size of a step will do."""
 
     is_proved_at_load = False
     """Whether the bits of its kernels are compared on the device at hand before a model serves."""

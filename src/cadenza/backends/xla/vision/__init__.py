@@ -8,7 +8,7 @@ Modules:
 
 - `tower_weights`: loads the tensors of a tower in the layouts of an op table
 - `stages`: what a quantum of each stage computes
-- `host_tables`: turns and positions of patches, made on the host
+- `host_tables`: rotations and positions of patches, made on the host
 - `tower_state`: the memory on the device in which a tower computes
 - `encoder`: `ImageEncoder`, compiled stages run over the tower state
 """

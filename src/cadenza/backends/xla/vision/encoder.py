@@ -143,7 +143,7 @@ class ImageEncoder:
                     state = self._run(state, quantum, tables)
         return state, image_rows
 
-    def forget(self) -> None:
+    def drop_part(self) -> None:
         """Drops what was made of the part that was being encoded."""
         self._current = None
 
@@ -201,7 +201,7 @@ class ImageEncoder:
                 patches, positions = tables.patches(start, stop), tables.embeddings(start, stop)
                 return BlockInputs(block, patches=padded(patches), positions=padded(positions))
             case Stage.PROJECT:
-                return BlockInputs(block, turns=padded(tables.turns(start, stop)))
+                return BlockInputs(block, rotations=padded(tables.rotations(start, stop)))
             case _:
                 bounds = tables.bounds(quantum.layer, start, stop)
                 return BlockInputs(block, bounds=padded(bounds))
@@ -240,14 +240,14 @@ class _StageCompiler:
             patches=self._floats(size, tower.patch_values),
             positions=None if tower.table is None else self._floats(size, tower.hidden_size),
         )
-        turns = None if tower.rope is None else self._floats(size, tower.head_dim)
+        rotations = None if tower.rope is None else self._floats(size, tower.head_dim)
         bounds = {False: None, True: self._words(size, 2)}
         kinds = {False} if tower.windows is None else {False, True}
         layers = weights.layers[:1]  # all are alike; a model without a tower has none
         return StagePrograms(
             enter=self._compile(stages.enter, weights.entry, enter),
             project=tuple(
-                self._compile(stages.project, layer, BlockInputs(block, turns=turns))
+                self._compile(stages.project, layer, BlockInputs(block, rotations=rotations))
                 for layer in layers
             ),
             attend={

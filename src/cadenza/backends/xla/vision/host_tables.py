@@ -27,7 +27,7 @@ class PartTables:
     part: ImagePart
     pixels: bytes
     order: PartOrder
-    turns_of_all: Floats | None  # [N, R]
+    rotations_of_all: Floats | None  # [N, R]
     positions: npt.NDArray[Any] | None  # [rows, E], the table
 
     @classmethod
@@ -37,10 +37,10 @@ class PartTables:
         tower = vision.tower
         part = part_of(attachment)
         order = part_order(tower, part.rows, part.columns)
-        turns = None
+        rotations = None
         if tower.rope is not None:
-            turns = patch_turns(tower.rope, tower.head_dim, order.places)
-        return cls(vision, part, attachment.payload, order, turns, positions)
+            rotations = patch_rotations(tower.rope, tower.head_dim, order.places)
+        return cls(vision, part, attachment.payload, order, rotations, positions)
 
     def patches(self, start: int, stop: int) -> Floats:
         """[B, P], normalised, of the band of the image that has them."""
@@ -64,9 +64,9 @@ class PartTables:
         places = self.order.places[start:stop]
         return table_rows(table, self.positions, places, self._grid)
 
-    def turns(self, start: int, stop: int) -> Floats | None:
+    def rotations(self, start: int, stop: int) -> Floats | None:
         """[B, R]: cosines, then sines; None for a tower without rope."""
-        return None if self.turns_of_all is None else self.turns_of_all[start:stop]
+        return None if self.rotations_of_all is None else self.rotations_of_all[start:stop]
 
     def bounds(self, layer: int, start: int, stop: int) -> Indices | None:
         """[B, 2] of the rows that each attends to; None for all."""
@@ -131,7 +131,7 @@ def _bilinear_rows(
     return total
 
 
-def patch_turns(rope: TowerRope, head_dim: int, places: Indices) -> Floats:
+def patch_rotations(rope: TowerRope, head_dim: int, places: Indices) -> Floats:
     """[N, D]: cosines, then sines, of each patch's pairs."""
     count = head_dim // 2
     if rope.alternates:
@@ -141,12 +141,12 @@ def patch_turns(rope: TowerRope, head_dim: int, places: Indices) -> Floats:
         own = [power(rope.theta, -4.0 * index / head_dim) for index in range(count // 2)]
         by_axis = [own, own]
     axes = (1, 0) if rope.columns_first else (0, 1)
-    halves = [_axis_turns(places[:, axis], by_axis[place]) for place, axis in enumerate(axes)]
+    halves = [_axis_rotations(places[:, axis], by_axis[place]) for place, axis in enumerate(axes)]
     parts = [half[part] for part in (0, 1) for half in halves]  # all cosines, then all sines
     return np.concatenate(parts, axis=1)
 
 
-def _axis_turns(places: Indices, frequencies: list[float]) -> tuple[Floats, Floats]:
+def _axis_rotations(places: Indices, frequencies: list[float]) -> tuple[Floats, Floats]:
     """Cosines and sines [N, ·] of places along one axis."""
     each = np.arange(int(places.max()) + 1, dtype=np.float64)
     cosines, sines = rotations(each[:, None] * np.array(frequencies)[None, :])

@@ -27,7 +27,7 @@ class BlockInputs(NamedTuple):
     block: EncoderBlock
     patches: Any | None = None  # [B, P], float32
     positions: Any | None = None  # [B, E], float32
-    turns: Any | None = None  # [B, R], float32
+    rotations: Any | None = None  # [B, R], float32
     bounds: Any | None = None  # [B, 2]
 
 
@@ -87,7 +87,7 @@ class TowerStages:
     def project(self, layer: TowerLayer, state: TowerState, given: BlockInputs) -> TowerState:
         count, tower = given.block.num_defined, self.tower
         x = self._rows(state.stream, given.block.start)
-        factors = EncoderFactors(given.turns, layer.head_norms, tower.norms_values)
+        factors = EncoderFactors(given.rotations, layer.head_norms, tower.norms_values)
         if isinstance(layer.qkv, tuple):
             normed = self.ops.compute(lambda ops: self._normed(ops, x, layer.norm1, count))
             parts = [self._clipped(normed, linear, count) for linear in layer.qkv]
@@ -200,7 +200,7 @@ class TowerStages:
         is_normed = config.norm_is_behind and projector.norm is not None
         joined = joined.astype(jnp.float32 if is_normed else self.dtype)
 
-        def behind(ops: OpTable) -> jax.Array:
+        def finish(ops: OpTable) -> jax.Array:
             y = self._normed_by(ops, joined, config, projector, count) if is_normed else joined
             for linear, settings in zip(projector.linears, config.linears, strict=True):
                 y = ops.linear(y, linear, count)
@@ -208,7 +208,7 @@ class TowerStages:
                     y = ops.activate(y, settings.activation, count)
             return y
 
-        return self.ops.compute(behind)
+        return self.ops.compute(finish)
 
     def _before(
         self, projector: Projector, config: ProjectorConfig, x: jax.Array, count: jax.Array

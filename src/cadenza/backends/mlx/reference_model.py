@@ -1,6 +1,6 @@
-"""`MlxWitness`: a model of mlx-lm in float32 with mlx-lm's own caches, for one sequence, with which
-`cadenza verify` compares the engine. Layers are mlx-lm's in both; no slot, mask, chunk, offset or
-sampling code of the runner is used. Legend: V vocabulary."""
+"""`MlxReferenceModel`: a model of mlx-lm in float32 with mlx-lm's own caches, for one sequence,
+with which `cadenza verify` compares the engine. Layers are mlx-lm's in both; no slot, mask, chunk,
+offset or sampling code of the runner is used. Legend: V vocabulary."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ PREFILL_STEP = 2048
 """Tokens of a prompt in one call, as in mlx-lm."""
 
 
-class MlxWitness:
+class MlxReferenceModel:
     """Belongs to the thread that makes it, like MLX's streams."""
 
     def __init__(self, folder: Path, vocab_size: int) -> None:
