@@ -17,7 +17,7 @@ import pytest
 from cadenza.cli.chat import ChatFlags
 from cadenza.cli.generate import GenerateFlags
 from cadenza.cli.serve import ServeFlags
-from cadenza.cli.verify import GateFlags
+from cadenza.cli.verify import VerifyFlags
 from cadenza.config import EngineConfig
 from cadenza.engine.process.launch import FirstLaunch
 from tests.by_day import by_day
@@ -33,7 +33,7 @@ GROUPS: dict[str, tuple[type[Any], ModuleType]] = {
     "serve": (ServeFlags, serve),
     "generate": (GenerateFlags, generate),
     "chat": (ChatFlags, chat),
-    "verify": (GateFlags, verify),
+    "verify": (VerifyFlags, verify),
 }
 
 

@@ -13,7 +13,6 @@ from cadenza.core.packing import Packer
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.loop import StepRunner
 from cadenza.errors import ConfigError, InvalidRequestError
-from cadenza.verification.gate import Gate, GateResult
 from cadenza.verification.image_modes import ImageSpans, image_modes
 from cadenza.verification.image_workload import (
     ImageShape,
@@ -22,6 +21,7 @@ from cadenza.verification.image_workload import (
     without_placeholders,
 )
 from cadenza.verification.step_faults import IMAGE_FAULTS, absent_faults, digest_without_sides
+from cadenza.verification.verifier import Verifier, VerifierResult
 from cadenza.verification.workload import Arrival, WorkloadShape, make_workload
 from cadenza.vision.processor import Detail, ImagePart, ImagePlan, Run
 
@@ -85,7 +85,7 @@ def arrivals_of(
     return make_image_workload(make_workload(workload), shape)
 
 
-def run_gate(processor: Squares, fault: str | None = None, **sizes: int) -> GateResult:
+def run_verifier(processor: Squares, fault: str | None = None, **sizes: int) -> VerifierResult:
     found = IMAGE_FAULTS.get(fault or "")
     shape = shape_of(processor)
     if found is not None and found.spoil is None:
@@ -109,7 +109,7 @@ def run_gate(processor: Squares, fault: str | None = None, **sizes: int) -> Gate
         steps = StepRunner(runner, make_packer(limits, VOCAB))
         return EngineCore(runner, limits, options, steps)
 
-    return Gate(
+    return Verifier(
         make_core=make_core,
         limits=LIMITS,
         arrivals=arrivals_of(shape, **sizes),
@@ -124,7 +124,7 @@ def run_gate(processor: Squares, fault: str | None = None, **sizes: int) -> Gate
     "processor", [Squares(), Squares(has_breaks=True)], ids=["plain", "breaks"]
 )
 def test_the_gate_passes_with_images_and_shows_what_is_special_to_them(processor: Squares):
-    result = run_gate(processor)
+    result = run_verifier(processor)
     assert result.passed, result.last_line
     assert result.counts.hits_in_image
     assert result.counts.interrupted
@@ -138,7 +138,7 @@ def test_the_gate_passes_with_images_and_shows_what_is_special_to_them(processor
 
 @pytest.mark.parametrize("num_requests", range(5, 9))
 def test_few_requests_with_short_answers_show_all(num_requests: int):
-    result = run_gate(Squares(), num_requests=num_requests, max_tokens=8)
+    result = run_verifier(Squares(), num_requests=num_requests, max_tokens=8)
     assert result.passed, result.last_line
 
 
@@ -155,7 +155,7 @@ def test_no_mode_has_other_rows_than_the_runner():
 )
 def test_the_gate_catches_each_fault_of_images(fault: str):
     for num_requests in (6, 21):
-        result = run_gate(Squares(), fault, num_requests=num_requests)
+        result = run_verifier(Squares(), fault, num_requests=num_requests)
         assert result.mismatch is not None, result.last_line
 
 

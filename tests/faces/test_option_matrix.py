@@ -28,7 +28,6 @@ from cadenza.verification.forms import (
     make_forms,
     spec_of,
 )
-from cadenza.verification.gate import Gate, GateResult, ModeResult, Witness
 from cadenza.verification.modes import Counts
 from cadenza.verification.option_matrix import (
     BAD_WORD_FIELD,
@@ -43,6 +42,7 @@ from cadenza.verification.option_matrix import (
     missing_pairs,
 )
 from cadenza.verification.reference import ReferenceEngine, build_reference, ruled_logits
+from cadenza.verification.verifier import ModeResult, Verifier, VerifierResult, Witness
 from cadenza.verification.workload import Arrival, WorkloadShape, make_workload
 from tests.by_day import by_day
 
@@ -125,7 +125,7 @@ class Bench:
     checkpoint: Checkpoint
     forms: Forms | None = None
 
-    def play(self, wrap: Wrap, fault: str | None = None) -> GateResult:
+    def play(self, wrap: Wrap, fault: str | None = None) -> VerifierResult:
         eos = tuple(self.checkpoint.eos_token_ids)
         vocab_size, forms = self.checkpoint.config.vocab_size, self.forms
         matrix = SMALL if forms is None else WITH_FORMS
@@ -139,7 +139,7 @@ class Bench:
             options = replace(options, compile_constraint=compile_constraint)
             return wrap(self.runner, limits, replace(options, eos_token_ids=frozenset(eos)))
 
-        return Gate(
+        return Verifier(
             make_core=make_core,
             limits=self.limits,
             arrivals=arrivals,
@@ -267,9 +267,9 @@ def test_without_its_last_row_a_pair_is_missing():
 def test_a_missing_pair_fails_the_gate_and_is_named():
     mode = ModeResult(name="m", num_streams=1, num_equal=1, counts=Counts(), tokens_per_s=1.0)
     whole = OptionCoverage(num_combinations=2, num_pairs=3)
-    assert GateResult(num_requests=1, modes=[mode], coverage=whole).passed
+    assert VerifierResult(num_requests=1, modes=[mode], coverage=whole).passed
     holed = replace(whole, missing=("top_k[1] with n[2]",))
-    result = GateResult(num_requests=1, modes=[mode], coverage=holed)
+    result = VerifierResult(num_requests=1, modes=[mode], coverage=holed)
     assert not result.passed
     assert "top_k[1] with n[2]" in result.last_line
 

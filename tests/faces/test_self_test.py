@@ -16,7 +16,6 @@ from cadenza.core.packing import Packer
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.loop import StepRunner
 from cadenza.verification.forms import MASK_FAULTS
-from cadenza.verification.gate import Gate, GateResult, Verdict
 from cadenza.verification.run import VerifyOptions
 from cadenza.verification.self_test import (
     DRAFTS,
@@ -32,6 +31,7 @@ from cadenza.verification.step_faults import (
     FaultyPacker,
     Spoil,
 )
+from cadenza.verification.verifier import Verdict, Verifier, VerifierResult
 from cadenza.verification.workload import WorkloadShape, make_workload
 
 OPTIONS = VerifyOptions(
@@ -92,7 +92,7 @@ LIMITS = EngineLimits(
 )
 
 
-def run_gate(spoil: Spoil | None) -> GateResult:
+def run_verifier(spoil: Spoil | None) -> VerifierResult:
     """Over a runner without a model, whose tokens follow from the states that it is given."""
     vocab_size = 8  # so that tokens repeat, and drafts are accepted
     runner = FakeRunner(
@@ -113,7 +113,7 @@ def run_gate(spoil: Spoil | None) -> GateResult:
         )
 
     shape = WorkloadShape(num_requests=9, rows=4, max_tokens=32, context=256, vocab_size=vocab_size)
-    return Gate(
+    return Verifier(
         make_core=make_core,
         limits=LIMITS,
         arrivals=make_workload(shape),
@@ -126,12 +126,12 @@ def run_gate(spoil: Spoil | None) -> GateResult:
 
 
 def test_the_gate_passes_over_states_and_drafts() -> None:
-    assert run_gate(None).passed
+    assert run_verifier(None).passed
 
 
 @pytest.mark.parametrize("name", [*STATE_FAULTS, *DRAFT_FAULTS])
 def test_the_gate_catches_each_fault_of_states(name: str) -> None:
-    assert run_gate({**STATE_FAULTS, **DRAFT_FAULTS}[name]).verdict == "MISMATCH"
+    assert run_verifier({**STATE_FAULTS, **DRAFT_FAULTS}[name]).verdict == "MISMATCH"
 
 
 @pytest.mark.parametrize(

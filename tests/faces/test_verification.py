@@ -14,17 +14,17 @@ from cadenza.config import EngineConfig, EngineLimits, Quantization
 from cadenza.core.step_schema import ModelInputs
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.errors import ConfigError
-from cadenza.verification.gate import (
-    Gate,
-    GateResult,
-    Mismatch,
-    ModeResult,
-    Witness,
-    first_difference,
-)
 from cadenza.verification.modes import Counts, Stream, batched_modes
 from cadenza.verification.reference import ReferenceEngine
 from cadenza.verification.run import KV_TOLERANCE, QUANTISED_TOLERANCE, VerifyOptions, verify
+from cadenza.verification.verifier import (
+    Mismatch,
+    ModeResult,
+    Verifier,
+    VerifierResult,
+    Witness,
+    first_difference,
+)
 from cadenza.verification.workload import (
     LONGEST_PROMPT,
     LONGEST_SHORT_PROMPT,
@@ -119,7 +119,7 @@ class OtherModel:
 
 def test_streams_that_are_far_from_the_reference_are_a_mismatch() -> None:
     """Negative control of the scoring: the fake runner reports a log probability of its own."""
-    gate = fake_gate(FakeRunner)
+    gate = fake_verifier(FakeRunner)
     reference = ReferenceEngine(OtherModel(), max_model_len=256)
     witness = Witness(reference=reference, make_core=gate.make_core, tolerance=0.1)
     result = replace(gate, witness=witness).run()
@@ -138,7 +138,7 @@ def test_a_single_changed_bit_of_a_logprob_is_a_mismatch() -> None:
     assert found.index == 0
 
 
-def fake_gate(kind: type[FakeRunner]) -> Gate:
+def fake_verifier(kind: type[FakeRunner]) -> Verifier:
     """A gate over a runner without a model."""
     limits = EngineLimits(
         max_num_seqs=4,
@@ -161,7 +161,7 @@ def fake_gate(kind: type[FakeRunner]) -> Gate:
         runner.reset()
         return EngineCore(runner, limits, options)
 
-    return Gate(
+    return Verifier(
         make_core=make_core,
         limits=limits,
         arrivals=make_workload(SHAPE),
@@ -183,7 +183,7 @@ class CompanyInLogprobs(FakeRunner):
 
 @pytest.mark.parametrize("exactness", get_args(Exactness))
 def test_the_gate_compares_what_the_backend_promises(exactness: Exactness) -> None:
-    result = replace(fake_gate(CompanyInLogprobs), exactness=exactness).run()
+    result = replace(fake_verifier(CompanyInLogprobs), exactness=exactness).run()
     assert (result.mismatch is None) == (exactness == "token")
     if exactness == "token":
         assert result.last_line.startswith("REFERENCE-EXACT PASS token requests=9 ")
@@ -197,9 +197,9 @@ def test_a_shorter_stream_or_another_reason_is_a_mismatch(other: Stream) -> None
 
 def test_a_mode_that_shows_nothing_fails_the_gate() -> None:
     mode = ModeResult(name="tight", num_streams=1, num_equal=1, counts=Counts(), tokens_per_s=1.0)
-    assert GateResult(num_requests=1, modes=[mode]).passed
+    assert VerifierResult(num_requests=1, modes=[mode]).passed
     silent = replace(mode, missing=("preempted",))
-    result = GateResult(num_requests=1, modes=[silent])
+    result = VerifierResult(num_requests=1, modes=[silent])
     assert (result.verdict, result.passed) == ("NOT SHOWN", False)
     assert result.last_line.startswith(
         "REFERENCE-EXACT NOT SHOWN preempted in tight: every stream was equal"
@@ -208,14 +208,14 @@ def test_a_mode_that_shows_nothing_fails_the_gate() -> None:
 
 def test_the_verdict_names_the_first_difference() -> None:
     found = Mismatch(mode="m", request=3, sample=1, index=7, expected="1", actual="2")
-    result = GateResult(num_requests=1, mismatch=found)
+    result = VerifierResult(num_requests=1, mismatch=found)
     assert (result.verdict, result.passed) == ("MISMATCH", False)
     assert result.last_line.startswith("REFERENCE-EXACT MISMATCH")
     assert "request=3 sample=1 index=7" in result.last_line
 
 
 def test_no_modes_is_no_pass() -> None:
-    assert GateResult(num_requests=1).verdict == "NOT SHOWN"
+    assert VerifierResult(num_requests=1).verdict == "NOT SHOWN"
 
 
 def test_three_prompts_of_a_workload_are_long_and_one_shares_the_longest_ones_beginning() -> None:

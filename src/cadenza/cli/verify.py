@@ -29,11 +29,11 @@ from cadenza.option import flag
 from cadenza.server_link import CACERT_HELP, ServerLink
 
 if TYPE_CHECKING:
-    from cadenza.verification.gate import GateResult, Verdict
     from cadenza.verification.option_matrix import Option, OptionMatrix
     from cadenza.verification.replay import NamedReceipt, Replayed
     from cadenza.verification.run import VerifyOptions
     from cadenza.verification.self_test import SelfTestResult
+    from cadenza.verification.verifier import Verdict, VerifierResult
 
 CHECK_FAILED = 1
 EXIT_CODES: "Mapping[Verdict, int]" = {"PASS": 0, "MISMATCH": CHECK_FAILED, "NOT SHOWN": 4}
@@ -58,7 +58,7 @@ _RESULT: Columns = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GateFlags:
+class VerifyFlags:
     """What is played and compared."""
 
     num_requests: int | None = flag(None, "Requests to play (default: twice the rows).")
@@ -94,14 +94,14 @@ class GateFlags:
     )
     self_test: bool = flag(
         False,
-        "Inject known errors into the operations; the gate must catch each. The native kernels are "
+        "Inject known errors into the operations; `verify` must catch each. The native kernels are "
         "tested where they were built with faults (`make -C csrc faults`).",
     )
 
 
 def verify_command(
     context: typer.Context,
-    gate: GateFlags,
+    flags: VerifyFlags,
     config: EngineFlags,
     model: ModelArgument = None,
     json: JsonFlag = False,
@@ -118,29 +118,29 @@ def verify_command(
     1 MISMATCH, 4 NOT SHOWN: every bit was equal, but something that a way of running is meant to
     show, a preemption say, did not occur.
     """
-    _refuse_idle_flags(context, gate)
-    if gate.url is not None:
-        return EXIT_CODES[_verify_url(gate, gate.url, model, as_json=json)]
-    verify = _self_test if gate.self_test else _verify
-    if gate.portable:
+    _refuse_idle_flags(context, flags)
+    if flags.url is not None:
+        return EXIT_CODES[_verify_url(flags, flags.url, model, as_json=json)]
+    verify = _self_test if flags.self_test else _verify
+    if flags.portable:
         config = replace(config, arithmetic="portable")
     has_images = config.images and _is_written(context, "images")
-    options = replace(_options(gate, config, model), images=has_images)
+    options = replace(_options(flags, config, model), images=has_images)
     return EXIT_CODES[verify(options, as_json=json)]
 
 
-def _refuse_idle_flags(context: typer.Context, gate: GateFlags) -> None:
+def _refuse_idle_flags(context: typer.Context, flags: VerifyFlags) -> None:
     """Refuses what was written on the command line and would have no effect. An environment
     variable applies to all commands, so one that this command does not read is fine."""
     engine = {field.name for field in fields(EngineConfig)} - {"seed"}
     stored = {"prefix_cache_disk", "prefix_cache_disk_bytes"}
-    idle = {"api_key", "cacert", *stored} if gate.url is None else {*engine, "reference"}
+    idle = {"api_key", "cacert", *stored} if flags.url is None else {*engine, "reference"}
     for name in sorted(idle):
         if _is_written(context, name):
-            where = "without --url" if gate.url is None else "with --url, which asks a server"
+            where = "without --url" if flags.url is None else "with --url, which asks a server"
             raise ConfigError(f"--{name.replace('_', '-')} changes nothing {where}; leave it out")
-    if gate.num_requests is not None and gate.num_requests < 1:
-        raise ConfigError(f"--num-requests {gate.num_requests} must be 1 or more")
+    if flags.num_requests is not None and flags.num_requests < 1:
+        raise ConfigError(f"--num-requests {flags.num_requests} must be 1 or more")
 
 
 def _is_written(context: typer.Context, name: str) -> bool:
@@ -167,26 +167,26 @@ def _verify(options: "VerifyOptions", *, as_json: bool) -> "Verdict":
     return result.verdict
 
 
-def _verify_url(gate: GateFlags, url: str, model: str | None, *, as_json: bool) -> "Verdict":
+def _verify_url(flags: VerifyFlags, url: str, model: str | None, *, as_json: bool) -> "Verdict":
     from cadenza.verification.over_http import NUM_REQUESTS, UrlOptions, verify_url
     from cadenza.verification.remote_matrix import remote_options
 
     for given, is_given in (
         (f"the model {model}", model is not None),
-        (f"--shape {gate.shape}", gate.shape is not None),
-        ("--self-test", gate.self_test),
-        ("--portable", gate.portable),
+        (f"--shape {flags.shape}", flags.shape is not None),
+        ("--self-test", flags.self_test),
+        ("--portable", flags.portable),
     ):
         if is_given:
             raise ConfigError(f"--url asks a running server, and {given} is for here; give one")
     options = UrlOptions(
         url=url,
-        api_key=gate.api_key,
-        cacert=gate.cacert,
-        num_requests=gate.num_requests or NUM_REQUESTS,
-        max_tokens=gate.max_tokens,
-        seed=gate.seed,
-        matrix=_matrix(gate, remote_options()),
+        api_key=flags.api_key,
+        cacert=flags.cacert,
+        num_requests=flags.num_requests or NUM_REQUESTS,
+        max_tokens=flags.max_tokens,
+        seed=flags.seed,
+        matrix=_matrix(flags, remote_options()),
     )
     with status_line("starting") as report:
         result = verify_url(options, report)
@@ -213,39 +213,39 @@ def _self_test(options: "VerifyOptions", *, as_json: bool) -> "Verdict":
     return tested.verdict
 
 
-def _options(gate: GateFlags, config: EngineConfig, model: str | None) -> "VerifyOptions":
+def _options(flags: VerifyFlags, config: EngineConfig, model: str | None) -> "VerifyOptions":
     from cadenza.verification.option_matrix import OPTIONS
     from cadenza.verification.run import VerifyOptions
 
-    matrix = _matrix(gate, OPTIONS)
-    if gate.shape is not None and model is not None:
-        raise ConfigError(f"both a model ({model}) and --shape {gate.shape} were given; give one")
+    matrix = _matrix(flags, OPTIONS)
+    if flags.shape is not None and model is not None:
+        raise ConfigError(f"both a model ({model}) and --shape {flags.shape} were given; give one")
     return VerifyOptions(
         model=model,
-        shape=gate.shape,
-        num_requests=gate.num_requests or 2 * (config.max_num_seqs or DEFAULT_MAX_NUM_SEQS),
-        max_tokens=gate.max_tokens,
-        seed=gate.seed,
-        reference=gate.reference,
+        shape=flags.shape,
+        num_requests=flags.num_requests or 2 * (config.max_num_seqs or DEFAULT_MAX_NUM_SEQS),
+        max_tokens=flags.max_tokens,
+        seed=flags.seed,
+        reference=flags.reference,
         matrix=matrix,
         config=config,
     )
 
 
-def _matrix(gate: GateFlags, options: "tuple[Option, ...]") -> "OptionMatrix | None":
+def _matrix(flags: VerifyFlags, options: "tuple[Option, ...]") -> "OptionMatrix | None":
     from cadenza.verification.option_matrix import make_matrix
 
-    if gate.options == "none":
+    if flags.options == "none":
         return None
-    if gate.num_requests is not None:
+    if flags.num_requests is not None:
         raise ConfigError(
-            f"--num-requests {gate.num_requests} with --options all: the matrix sets the number of "
-            f"requests; leave --num-requests out"
+            f"--num-requests {flags.num_requests} with --options all: the matrix sets the number "
+            f"of requests; leave --num-requests out"
         )
     return make_matrix(options)
 
 
-def _closing_lines(result: "GateResult") -> Iterator[str]:
+def _closing_lines(result: "VerifierResult") -> Iterator[str]:
     batched, sequential = result.batched_tokens_per_s, result.sequential_tokens_per_s
     ratio = batched / sequential if sequential else 0.0
     yield f"throughput: {batched:.0f} tok/s batched (vs {sequential:.0f} sequential, {ratio:.1f}x)"

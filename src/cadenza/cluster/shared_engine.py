@@ -73,7 +73,7 @@ _EXIT_S = 1.0
 
 
 @dataclass(slots=True, eq=False)
-class _Guest:
+class _Client:
     """A front end: its connection, and of each of its open requests the samples."""
 
     front: int
@@ -95,8 +95,8 @@ class _Guest:
 
 
 @dataclass(slots=True, eq=False)
-class _Told:
-    """What the engine has told of the prefixes that it holds, for front ends that come later."""
+class _HeldPrefixes:
+    """The prefixes that the engine has reported as held, for front ends that come later."""
 
     newest: EngineOutputs | None = None
     secret: bytes | None = None
@@ -113,7 +113,7 @@ class _Told:
             self.keys.update(dict.fromkeys(split_keys(change.added)))
 
     def whole(self) -> EngineOutputs | None:
-        """All of it at once; None where it has told nothing."""
+        """All of it at once; None where it has reported nothing."""
         newest = self.newest
         if newest is None or newest.route is None or self.secret is None:
             return None
@@ -140,8 +140,8 @@ class SharedEngine:
         self._supervision = Supervision(watchdog or WatchdogTimeouts(), clock())
         self._start: Start | None = None
         self._ready: Ready | None = None
-        self._guests: dict[int, _Guest] = {}
-        self._told = _Told()
+        self._clients: dict[int, _Client] = {}
+        self._held = _HeldPrefixes()
         self._lock = threading.Lock()
         self._arrived: list[tuple[socket.socket, int]] = []
         self._is_ending = self.has_ended = False
@@ -165,7 +165,7 @@ class SharedEngine:
 
     @property
     def num_fronts(self) -> int:
-        return len(self._guests)
+        return len(self._clients)
 
     def join(self, connection: socket.socket, front: int) -> bool:
         """A front end has come; False where the process has ended."""
@@ -213,11 +213,11 @@ class SharedEngine:
             self.has_ended = True
             connections = [connection for connection, _ in self._arrived]
             self._wakeup.close()
-        for each in self._guests.values():
+        for each in self._clients.values():
             each.frames.close()
         for each in connections:
             each.close()
-        self._guests.clear()
+        self._clients.clear()
         is_orderly = self._ready is not None and not self._is_hung
         if is_orderly:
             self._child.frames.send(encode(Stop()))
@@ -228,8 +228,8 @@ class SharedEngine:
 
     def _turn(self, selector: selectors.BaseSelector) -> None:
         self._child.register(selector)
-        for guest in self._guests.values():
-            guest.register(selector)
+        for client in self._clients.values():
+            client.register(selector)
         ready = [key.data for key, _ in selector.select(self._wait_s())]
         if "wakeup" in ready:
             self._take_arrived()
@@ -239,8 +239,8 @@ class SharedEngine:
             self._child.frames.flush()
             for payload in self._child.frames.payloads():
                 self._take(payload)
-        for guest in [each for each in ready if isinstance(each, _Guest)]:
-            self._serve_guest(guest, selector)
+        for client in [each for each in ready if isinstance(each, _Client)]:
+            self._serve_client(client, selector)
         self._look(selector)
 
     def _wait_s(self) -> float:
@@ -253,23 +253,23 @@ class SharedEngine:
             self._wakeup.clear()
             arrived, self._arrived = self._arrived, []
         for connection, front in arrived:
-            if front in self._guests:
+            if front in self._clients:
                 logger.warning("a second front end with the number %d is refused", front)
                 connection.close()
                 continue
             self._end_by_s = None
-            self._guests[front] = _Guest(front, FrameSocket(connection))
+            self._clients[front] = _Client(front, FrameSocket(connection))
 
     def _look(self, selector: selectors.BaseSelector) -> None:
         """Gives up front ends that are refused or read nothing, and the process if it makes no
         progress."""
-        for guest in list(self._guests.values()):
-            if guest.is_refused:
-                self._leave(guest, selector)
+        for client in list(self._clients.values()):
+            if client.is_refused:
+                self._leave(client, selector)
                 continue
-            if guest.frames.num_unsent_bytes > MOST_UNSENT_BYTES:
-                logger.warning("front end %d does not read what it is sent", guest.front)
-                self._leave(guest, selector)
+            if client.frames.num_unsent_bytes > MOST_UNSENT_BYTES:
+                logger.warning("front end %d does not read what it is sent", client.front)
+                self._leave(client, selector)
         now_s = self._clock()
         read_usage_at_s = self._supervision.read_usage_at_s()
         if read_usage_at_s is not None and now_s >= read_usage_at_s:
@@ -282,74 +282,74 @@ class SharedEngine:
     def _is_hung(self) -> bool:
         return self._supervision.is_hung(self._clock())
 
-    def _serve_guest(self, guest: _Guest, selector: selectors.BaseSelector) -> None:
+    def _serve_client(self, client: _Client, selector: selectors.BaseSelector) -> None:
         try:
-            guest.frames.flush()
-            for payload in guest.frames.payloads():
-                self._take_from(guest, payload, selector)
+            client.frames.flush()
+            for payload in client.frames.payloads():
+                self._take_from(client, payload, selector)
         except WireError as error:
-            logger.warning("front end %d: %s", guest.front, error)
-            self._leave(guest, selector)
-        if guest.frames.has_hung_up and guest.front in self._guests:
-            self._leave(guest, selector)
+            logger.warning("front end %d: %s", client.front, error)
+            self._leave(client, selector)
+        if client.frames.has_hung_up and client.front in self._clients:
+            self._leave(client, selector)
 
-    def _take_from(self, guest: _Guest, payload: bytes, selector: selectors.BaseSelector) -> None:
+    def _take_from(self, client: _Client, payload: bytes, selector: selectors.BaseSelector) -> None:
         """Passes on what a front end says. Raises WireError."""
         message = decode_to_engine(payload)
         if isinstance(message, Start):
-            self._take_start(guest, message, payload)
+            self._take_start(client, message, payload)
             return
         if isinstance(message, Stop):
-            self._stop(guest, selector)
+            self._stop(client, selector)
             return
-        if not guest.is_serving:
+        if not client.is_serving:
             raise WireError(f"a {type(message).__name__} came before the engine was ready")
         if isinstance(message, Watch):
-            guest.is_watching = message.first_label is not None
-            if guest.is_watching or not any(each.is_watching for each in self._guests.values()):
+            client.is_watching = message.first_label is not None
+            if client.is_watching or not any(each.is_watching for each in self._clients.values()):
                 self._child.frames.send(framed(payload))
             return
-        if front_of(message.request_id) != guest.front:
+        if front_of(message.request_id) != client.front:
             raise WireError(f"request {message.request_id} is another front end's")
         if isinstance(message, Submit):
-            guest.open[message.request_id] = set(range(message.request.params.n))
+            client.open[message.request_id] = set(range(message.request.params.n))
         elif isinstance(message, Resume):
             samples = {each.sample for each in message.resumption.samples}
-            guest.open[message.request_id] = samples
+            client.open[message.request_id] = samples
         else:
-            _ended(guest, message.request_id, message.sample)
+            _ended(client, message.request_id, message.sample)
         self._child.frames.send(framed(payload))
 
-    def _take_start(self, guest: _Guest, start: Start, payload: bytes) -> None:
-        if guest.start is not None:
+    def _take_start(self, client: _Client, start: Start, payload: bytes) -> None:
+        if client.start is not None:
             raise WireError("a second start")
-        guest.start = start
+        client.start = start
         if self._start is None:
             self._start = start
             self._child.frames.send(framed(payload))
         elif self._ready is not None:
-            self._admit(guest)
+            self._admit(client)
         elif self._supervision.phase is not None:
-            guest.frames.send(encode(Loading(self._supervision.phase)))
+            client.frames.send(encode(Loading(self._supervision.phase)))
 
-    def _admit(self, guest: _Guest) -> None:
+    def _admit(self, client: _Client) -> None:
         ready, running = self._ready, self._start
         assert ready is not None
         assert running is not None
-        assert guest.start is not None
-        unlike = differences(running, ready.request_check.limits, guest.start)
+        assert client.start is not None
+        unlike = differences(running, ready.request_check.limits, client.start)
         if not unlike:
-            guest.is_serving = True
+            client.is_serving = True
             stats = ready.stats if self.stats is None else self.stats
-            guest.frames.send(encode(replace(ready, stats=stats)))
-            told = self._told.whole()
-            if told is not None:
-                guest.frames.send(encode(told))
-        elif any(each.is_serving for each in self._guests.values()):
+            client.frames.send(encode(replace(ready, stats=stats)))
+            held = self._held.whole()
+            if held is not None:
+                client.frames.send(encode(held))
+        elif any(each.is_serving for each in self._clients.values()):
             text = f"the engine at this host serves other front ends with {'; '.join(unlike)}"
-            logger.error("front end %d is refused: %s", guest.front, text)
-            guest.frames.send(encode(Failed(ConfigError.__name__, text)))
-            guest.is_refused = True
+            logger.error("front end %d is refused: %s", client.front, text)
+            client.frames.send(encode(Failed(ConfigError.__name__, text)))
+            client.is_refused = True
         else:
             logger.info("the engine is started again, since it has %s", "; ".join(unlike))
             self._end_by_s = self._clock()
@@ -361,7 +361,7 @@ class SharedEngine:
                 now_s, message.num_steps, message.predicted_s, is_idle=message.is_idle
             )
             self.stats = message.stats or self.stats
-            self._told.take(message)
+            self._held.take(message)
             self._share(message, payload)
             return
         if isinstance(message, Loading):
@@ -369,63 +369,63 @@ class SharedEngine:
         elif isinstance(message, Ready):
             self._ready, self.stats = message, message.stats
             self._supervision.loaded(now_s, message.startup_s)
-            for guest in self._guests.values():
-                if guest.start is not None:
-                    self._admit(guest)
+            for client in self._clients.values():
+                if client.start is not None:
+                    self._admit(client)
             return
         self._tell_all(message)
 
     def _tell_all(self, message: FromEngine) -> None:
-        for guest in self._guests.values():
-            guest.frames.send(encode(message))
+        for client in self._clients.values():
+            client.frames.send(encode(message))
 
     def _share(self, outputs: EngineOutputs, payload: bytes) -> None:
         by_front: dict[int, list[Report]] = {}
         for event in outputs.events:
             by_front.setdefault(front_of(event.request_id), []).append(event)
-        for guest in self._guests.values():
-            if not guest.is_serving:
+        for client in self._clients.values():
+            if not client.is_serving:
                 continue
-            own = by_front.get(guest.front, [])
+            own = by_front.get(client.front, [])
             for event in own:
                 if isinstance(event, Finished):
-                    _ended(guest, event.request_id, event.sample)
-            has_all = guest.is_watching or outputs.summary is None
+                    _ended(client, event.request_id, event.sample)
+            has_all = client.is_watching or outputs.summary is None
             if has_all and len(own) == len(outputs.events):
-                guest.frames.send(framed(payload))
+                client.frames.send(framed(payload))
                 continue
-            summary = outputs.summary if guest.is_watching else None
-            guest.frames.send(encode(replace(outputs, events=tuple(own), summary=summary)))
+            summary = outputs.summary if client.is_watching else None
+            client.frames.send(encode(replace(outputs, events=tuple(own), summary=summary)))
 
-    def _stop(self, guest: _Guest, selector: selectors.BaseSelector) -> None:
+    def _stop(self, client: _Client, selector: selectors.BaseSelector) -> None:
         """The last front end sees the process end, which may write pages to a disk before."""
-        if len(self._guests) > 1 or self._ready is None:
-            self._leave(guest, selector, may_keep=False)
+        if len(self._clients) > 1 or self._ready is None:
+            self._leave(client, selector, may_keep=False)
             return
-        guest.is_serving = False
+        client.is_serving = False
         self._child.frames.send(encode(Stop()))
         self._end_by_s = self._clock() + CLOSE_WITHIN_S
 
     def _leave(
-        self, guest: _Guest, selector: selectors.BaseSelector, *, may_keep: bool = True
+        self, client: _Client, selector: selectors.BaseSelector, *, may_keep: bool = True
     ) -> None:
-        if guest.events:
-            selector.unregister(guest.frames)
-        guest.frames.close()
-        del self._guests[guest.front]
-        for request_id in guest.open:
+        if client.events:
+            selector.unregister(client.frames)
+        client.frames.close()
+        del self._clients[client.front]
+        for request_id in client.open:
             self._child.frames.send(encode(Cancel(request_id, None)))
-        if self._guests:
+        if self._clients:
             return
         keep_s = self._keep_s if may_keep and self._ready is not None else 0.0
         if self._end_by_s is None:
             self._end_by_s = self._clock() + keep_s
 
 
-def _ended(guest: _Guest, request_id: int, sample: int | None) -> None:
-    samples = guest.open.get(request_id)
+def _ended(client: _Client, request_id: int, sample: int | None) -> None:
+    samples = client.open.get(request_id)
     if samples is None:
         return
     samples.discard(-1 if sample is None else sample)
     if sample is None or not samples:
-        del guest.open[request_id]
+        del client.open[request_id]

@@ -7,7 +7,7 @@ Modules:
 
 - `run`: from a model to a verdict
 - `self_test`, `step_faults`: faults that the verifier must catch
-- `gate`: compares streams
+- `verifier`: compares streams
 - `workload`, `image_workload`: the requests
 - `option_matrix`: the combinations of sampling options
 - `forms`: structured outputs for them, and faults of masks

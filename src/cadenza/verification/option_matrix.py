@@ -98,7 +98,7 @@ class MatrixVocabulary:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Palette:
+class TokenSets:
     """Disjoint sets of tokens from which one request's token lists are made. `free` tokens are
     never all banned, so that some token can always be sampled."""
 
@@ -112,7 +112,7 @@ class Palette:
     json_form: StructuredOutput
 
 
-Level = Callable[[Palette], object]
+Level = Callable[[TokenSets], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,18 +127,18 @@ def _fixed(name: str, *values: object) -> Option:
     return Option(name, tuple((lambda _, value=value: value) for value in values))
 
 
-def _few(palette: Palette) -> tuple[int, ...]:
-    return tuple(sorted((*palette.free, *palette.stops, *palette.bad, *palette.ends)))
+def _few(sets: TokenSets) -> tuple[int, ...]:
+    return tuple(sorted((*sets.free, *sets.stops, *sets.bad, *sets.ends)))
 
 
-def _half(palette: Palette) -> tuple[int, ...]:
-    return tuple(sorted({*_few(palette), *range(0, palette.vocab_size, 2)}))
+def _half(sets: TokenSets) -> tuple[int, ...]:
+    return tuple(sorted({*_few(sets), *range(0, sets.vocab_size, 2)}))
 
 
-def _bad_pair(palette: Palette) -> tuple[tuple[int, ...], ...]:
+def _bad_pair(sets: TokenSets) -> tuple[tuple[int, ...], ...]:
     """A word of two tokens, and a word of the same token twice; single tokens stay allowed."""
-    first, second = palette.bad
-    return ((palette.free[1], first), (second, second))
+    first, second = sets.bad
+    return ((sets.free[1], first), (second, second))
 
 
 OPTIONS = (
@@ -147,7 +147,7 @@ OPTIONS = (
     _fixed("top_p", 1.0, 0.6, 0.95),
     _fixed("min_p", 0.0, 0.02, 0.3),
     _fixed("top_n_sigma", 0.0, 1.0, 0.4),
-    Option("seed", (lambda _: None, lambda palette: palette.seed)),
+    Option("seed", (lambda _: None, lambda sets: sets.seed)),
     _fixed("presence_penalty", 0.0, 1.5, -0.8),
     _fixed("frequency_penalty", 0.0, 0.7, -0.4),
     _fixed("repetition_penalty", 1.0, 1.3, 0.8),
@@ -164,16 +164,16 @@ OPTIONS = (
         ),
     ),
     Option("allowed_token_ids", (lambda _: None, _few, _half)),
-    Option(BAD_WORD_FIELD, (lambda _: (), lambda palette: ((palette.bad[0],),), _bad_pair)),
+    Option(BAD_WORD_FIELD, (lambda _: (), lambda sets: ((sets.bad[0],),), _bad_pair)),
     _fixed("min_tokens", 0, 4),
-    Option("stop_token_ids", (lambda _: (), lambda palette: palette.stops)),
+    Option("stop_token_ids", (lambda _: (), lambda sets: sets.stops)),
     _fixed("ignore_eos", False, True),
     _fixed("n", 1, 2, 3),
     _fixed("logprobs", None, 0, 5),
     _fixed("prompt_logprobs", None, 0, 3),
     Option(
         FORM_FIELD,
-        (lambda _: None, lambda palette: palette.text_form, lambda palette: palette.json_form),
+        (lambda _: None, lambda sets: sets.text_form, lambda sets: sets.json_form),
     ),
 )
 
@@ -221,16 +221,16 @@ class OptionMatrix:
     ) -> tuple[Arrival, ...]:
         played: list[Arrival] = []
         for index, (arrival, row) in enumerate(zip(arrivals, self.rows, strict=True)):
-            palette = _palette(index, vocabulary)
-            request = self._combine(arrival.request, row, palette, vocabulary.going_on)
+            sets = _token_sets(index, vocabulary)
+            request = self._combine(arrival.request, row, sets, vocabulary.going_on)
             played.append(replace(arrival, request=request))
         return tuple(played)
 
     def _combine(
-        self, request: Request, row: Row, palette: Palette, going_on: frozenset[int]
+        self, request: Request, row: Row, sets: TokenSets, going_on: frozenset[int]
     ) -> Request:
         values: dict[str, Any] = {
-            option.name: option.levels[level](palette)
+            option.name: option.levels[level](sets)
             for option, level in zip(self.options, row, strict=True)
         }
         bad_words, form = values.pop(BAD_WORD_FIELD, ()), values.pop(FORM_FIELD, None)
@@ -251,13 +251,13 @@ def make_matrix(options: tuple[Option, ...] = OPTIONS) -> OptionMatrix:
     return OptionMatrix(options=options, rows=covering_rows(num_levels, times=TIMES))
 
 
-def _palette(index: int, vocabulary: MatrixVocabulary) -> Palette:
-    """A different palette for each request, so that rows of a batch have different lists."""
+def _token_sets(index: int, vocabulary: MatrixVocabulary) -> TokenSets:
+    """Different sets for each request, so that rows of a batch have different lists."""
     rng = random.Random(index)  # noqa: S311  a workload, not a secret
     taken = {*vocabulary.eos_token_ids, *vocabulary.going_on, *vocabulary.words}
     tokens = rng.sample(sorted(set(range(vocabulary.size)) - taken), 10)
     bad = rng.sample(vocabulary.words, 2) if vocabulary.words else tokens[8:]
-    return Palette(
+    return TokenSets(
         free=tuple(tokens[:6]),
         stops=tuple(tokens[6:8]),
         bad=tuple(bad),

@@ -15,11 +15,11 @@ from cadenza.errors import ConfigError
 from cadenza.frontend.progress import BatchProgress
 from cadenza.request import Request
 from cadenza.server_link import ServerLink
-from cadenza.verification.gate import GateResult, ReportProgress, Trial, compare
 from cadenza.verification.modes import Counts, OnProgress, Play, Stream, TokenRecord
 from cadenza.verification.option_matrix import OptionMatrix
 from cadenza.verification.remote_matrix import apply_matrix
 from cadenza.verification.remote_server import Answer, RemoteApi, RemoteServer
+from cadenza.verification.verifier import ReportProgress, Trial, VerifierResult, compare
 from cadenza.verification.workload import LONGEST_PROMPT, WorkloadShape, make_workload
 
 ROWS = 4
@@ -44,14 +44,14 @@ class UrlOptions:
     clock: Callable[[], float] = time.perf_counter
 
 
-def verify_url(options: UrlOptions, report: ReportProgress) -> GateResult:
+def verify_url(options: UrlOptions, report: ReportProgress) -> VerifierResult:
     """Sends each request alone, then with others: cold, with cached prefixes, in reverse order.
     Raises ConfigError if the server cannot be reached, is not a Cadenza server, or refuses a
     request."""
     link = ServerLink(url=options.url, api_key=options.api_key, cacert=options.cacert)
     with closing(RemoteApi(link)) as api:
         server = RemoteServer(api, options.clock)
-        result = GateResult(num_requests=0, wanted=LONGEST_PROMPT + options.max_tokens)
+        result = VerifierResult(num_requests=0, wanted=LONGEST_PROMPT + options.max_tokens)
         requests = _requests(options, server, result)
         result.num_requests = len(requests)
         num_open = len(requests) if options.matrix is None else MAX_OPEN
@@ -62,7 +62,9 @@ def verify_url(options: UrlOptions, report: ReportProgress) -> GateResult:
         return result
 
 
-def _requests(options: UrlOptions, server: RemoteServer, result: GateResult) -> tuple[Request, ...]:
+def _requests(
+    options: UrlOptions, server: RemoteServer, result: VerifierResult
+) -> tuple[Request, ...]:
     matrix = options.matrix
     arrivals = make_workload(
         WorkloadShape(
@@ -83,7 +85,7 @@ def _requests(options: UrlOptions, server: RemoteServer, result: GateResult) -> 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemotePlayer:
-    """A `gate.Player` on a server, to which at most `num_open` requests are sent at once."""
+    """A `verifier.Player` on a server, to which at most `num_open` requests are sent at once."""
 
     server: RemoteServer
     requests: Sequence[Request]

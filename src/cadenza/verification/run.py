@@ -37,13 +37,6 @@ from cadenza.loading.engine_plan import EnginePlan, pages_at_once, with_pool
 from cadenza.loading.planned_engine import PlannedEngine
 from cadenza.structured import CompileConstraint
 from cadenza.verification.forms import Forms, make_forms
-from cadenza.verification.gate import (
-    Gate,
-    GateResult,
-    ReferenceKind,
-    ReportProgress,
-    Witness,
-)
 from cadenza.verification.image_modes import ImageSpans
 from cadenza.verification.image_workload import (
     DigestOf,
@@ -56,6 +49,13 @@ from cadenza.verification.modes import MakeCore
 from cadenza.verification.option_matrix import FORM_FIELD, MatrixVocabulary, OptionMatrix
 from cadenza.verification.reference import build_reference
 from cadenza.verification.step_faults import MakePacker
+from cadenza.verification.verifier import (
+    ReferenceKind,
+    ReportProgress,
+    Verifier,
+    VerifierResult,
+    Witness,
+)
 from cadenza.verification.workload import (
     Arrival,
     WorkloadShape,
@@ -95,7 +95,7 @@ class VerifyOptions:
     backends: Backends = field(default_factory=lambda: BACKENDS)
 
 
-def verify(options: VerifyOptions, report: ReportProgress) -> tuple[GateResult, EnginePlan]:
+def verify(options: VerifyOptions, report: ReportProgress) -> tuple[VerifierResult, EnginePlan]:
     """Runs the verifier; also returns the plan of the engine under test. Raises CheckpointError,
     ConfigError, DeviceUnavailableError if the model cannot be loaded."""
     with checkpoint_of(options) as checkpoint:
@@ -116,8 +116,8 @@ def verify(options: VerifyOptions, report: ReportProgress) -> tuple[GateResult, 
             )
             make_core = core_maker(runners.target, checkpoint, plan, parts)
             with _witness(options, checkpoint, plan, make_core, compile_constraint) as witness:
-                gate = gate_of(options, plan, workload, make_core)
-                return replace(gate, witness=witness, report=report).run(), plan
+                verifier = verifier_of(options, plan, workload, make_core)
+                return replace(verifier, witness=witness, report=report).run(), plan
 
 
 @contextmanager
@@ -133,7 +133,7 @@ def checkpoint_of(options: VerifyOptions) -> Generator[Checkpoint]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GateWorkload:
+class VerifierWorkload:
     """`wanted`: tokens that its longest stream should have; `forms`: those of the matrix, if the
     model has a tokenizer; `sight`: what the images are of, if there are any."""
 
@@ -147,7 +147,7 @@ class GateWorkload:
 
 def prepare_workload(
     options: VerifyOptions, checkpoint: Checkpoint, digest_of: DigestOf = image_digest
-) -> tuple[EnginePlan, GateWorkload]:
+) -> tuple[EnginePlan, VerifierWorkload]:
     """The workload, and a plan whose queue fits all samples and whose pool fits a full batch."""
     plan = _plan(options, checkpoint)
     workload = _with_images(
@@ -163,7 +163,7 @@ def prepare_workload(
     return with_pool(plan, options.config, pages_at_once(requests, limits)), workload
 
 
-def _workload(options: VerifyOptions, checkpoint: Checkpoint, plan: EnginePlan) -> GateWorkload:
+def _workload(options: VerifyOptions, checkpoint: Checkpoint, plan: EnginePlan) -> VerifierWorkload:
     limits = plan.limits
     matrix, wanted = options.matrix, _wanted_length(options, checkpoint, plan.traits)
     shape = WorkloadShape(
@@ -187,18 +187,18 @@ def _workload(options: VerifyOptions, checkpoint: Checkpoint, plan: EnginePlan) 
             going_on=frozenset() if forms is None else forms.going_on,
         )
         arrivals = matrix.apply(arrivals, vocabulary)
-    return GateWorkload(
+    return VerifierWorkload(
         arrivals=arrivals, matrix=matrix, wanted=wanted, forms=forms, context=shape.context
     )
 
 
 def _with_images(
-    workload: GateWorkload,
+    workload: VerifierWorkload,
     options: VerifyOptions,
     checkpoint: Checkpoint,
     digest_of: DigestOf,
     page_size: int,
-) -> GateWorkload:
+) -> VerifierWorkload:
     """The workload, without placeholders that stand for nothing; with images if they are asked for.
     Raises ConfigError if the model takes none."""
     vision = checkpoint.config.vision if checkpoint.is_known else None
@@ -284,10 +284,10 @@ def _witness(
         yield Witness(reference=reference, make_core=core_maker(runner, checkpoint, wide, parts))
 
 
-def gate_of(
-    options: VerifyOptions, plan: EnginePlan, workload: GateWorkload, make_core: MakeCore
-) -> Gate:
-    return Gate(
+def verifier_of(
+    options: VerifyOptions, plan: EnginePlan, workload: VerifierWorkload, make_core: MakeCore
+) -> Verifier:
+    return Verifier(
         make_core=make_core,
         limits=plan.limits,
         arrivals=workload.arrivals,
@@ -303,7 +303,7 @@ def gate_of(
     )
 
 
-def _spans_of(workload: GateWorkload, plan: EnginePlan) -> ImageSpans | None:
+def _spans_of(workload: VerifierWorkload, plan: EnginePlan) -> ImageSpans | None:
     if workload.sight is None:
         return None
     return ImageSpans(longest=largest_span(workload.sight), are_whole=plan.traits.whole_span > 0)

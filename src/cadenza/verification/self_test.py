@@ -20,16 +20,15 @@ from cadenza.loading.build import constraint_compiler, describe_backend
 from cadenza.speculative_config import SpeculativeConfig
 from cadenza.structured import CompileConstraint
 from cadenza.verification.forms import MASK_FAULTS, make_forms
-from cadenza.verification.gate import GateResult, ReportProgress, Verdict
 from cadenza.verification.image_workload import DigestOf
 from cadenza.verification.run import (
     EngineParts,
-    GateWorkload,
+    VerifierWorkload,
     VerifyOptions,
     checkpoint_of,
     core_maker,
-    gate_of,
     prepare_workload,
+    verifier_of,
 )
 from cadenza.verification.step_faults import (
     DRAFT_FAULTS,
@@ -41,6 +40,7 @@ from cadenza.verification.step_faults import (
     absent_faults,
     digest_without_sides,
 )
+from cadenza.verification.verifier import ReportProgress, Verdict, VerifierResult
 from cadenza.verification.workload import LONGEST_SHORT_PROMPT
 from cadenza.vision.processor import image_digest
 
@@ -77,7 +77,7 @@ class SelfTestResult:
 
     @property
     def verdict(self) -> Verdict:
-        """A fault that was missed is a mismatch: of the gate with what it is for."""
+        """A fault that was missed is a mismatch: of the verifier with what it is for."""
         if self.sound != "PASS":
             return self.sound
         if self.named("missed"):
@@ -192,7 +192,7 @@ class _Tested:
             why = "" if found is None else f"{found.mode}, request {found.request}"
         return FaultResult(name=fault.name, layer=fault.layer, outcome=outcome, why=why)
 
-    def play(self, fault: _Planted) -> GateResult:
+    def play(self, fault: _Planted) -> VerifierResult:
         self._report(f"fault: {fault.name}")
         options, plan, workload = self._options, self._plan, self._workload
         checkpoint = self._checkpoint
@@ -214,10 +214,10 @@ class _Tested:
                 parts = EngineParts(compile_constraint=compiling, make_packer=fault.make_packer)
                 return core_maker(runner, checkpoint, plan, parts)(limits, core_options)
 
-            gate = gate_of(options, plan, workload, make_core)
-            return replace(gate, drafts_show="rejected_drafts").run()
+            verifier = verifier_of(options, plan, workload, make_core)
+            return replace(verifier, drafts_show="rejected_drafts").run()
 
-    def _constrained(self, workload: GateWorkload) -> GateWorkload:
+    def _constrained(self, workload: VerifierWorkload) -> VerifierWorkload:
         if self._forms is None or workload.forms is not None:
             return workload
         arrivals = self._forms.constrain(workload.arrivals)

@@ -1,6 +1,6 @@
 """Where calls stand in an answer: between marks (`MarkedCalls`), or bare (`BareCalls`).
 
-Invariant: no later text changes what a form or its `Taker` decides; until then text is held back.
+Invariant: no later text changes what a `CallMatcher` decides; text is held back until then.
 """
 
 import re
@@ -18,7 +18,7 @@ _FENCE_LINE = re.compile(r"`{3,}[ \t]*[\w-]*\s*")
 _BEFORE_FENCE_END = " \t\r\n;,"
 
 
-class Beginning(NamedTuple):
+class CallStart(NamedTuple):
     """Where a call begins; `is_certain`: its beginning is there, rather than a part of one."""
 
     place: int
@@ -32,7 +32,7 @@ class Taken(NamedTuple):
     end: int
 
 
-class Taker(Protocol):
+class CallMatcher(Protocol):
     """Takes one call, of whose text each one that is given begins with the one before."""
 
     def take(self, text: str, *, is_end: bool) -> Taken | None:
@@ -46,11 +46,11 @@ class CallForm(Protocol):
     @property
     def read(self) -> ReadCalls: ...
 
-    def find(self, text: str, functions: Functions, *, is_end: bool) -> Beginning | None:
+    def find(self, text: str, functions: Functions, *, is_end: bool) -> CallStart | None:
         """The first position at which a call begins, or, before the end, may begin."""
         ...
 
-    def taker(self, functions: Functions) -> Taker: ...
+    def matcher(self, functions: Functions) -> CallMatcher: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,19 +64,19 @@ class MarkedCalls:
     is_named: bool = False
     read: ReadCalls
 
-    def find(self, text: str, functions: Functions, *, is_end: bool) -> Beginning | None:
+    def find(self, text: str, functions: Functions, *, is_end: bool) -> CallStart | None:
         del functions
         place = text.find(self.begin)
         if place >= 0:
-            return Beginning(place, is_certain=True)
+            return CallStart(place, is_certain=True)
         held = 0 if is_end else num_held(text, self.begin)
-        return Beginning(len(text) - held, is_certain=False) if held else None
+        return CallStart(len(text) - held, is_certain=False) if held else None
 
-    def taker(self, functions: Functions) -> Taker:
-        return _MarkedTaker(self, functions)
+    def matcher(self, functions: Functions) -> CallMatcher:
+        return _MarkedMatcher(self, functions)
 
 
-class _MarkedTaker:
+class _MarkedMatcher:
     """A call ends at the first end mark up to which it can be read."""
 
     def __init__(self, form: MarkedCalls, functions: Functions) -> None:
@@ -142,18 +142,18 @@ class BareCalls:
     begins: Begins
     read: ReadCalls
 
-    def find(self, text: str, functions: Functions, *, is_end: bool) -> Beginning | None:
+    def find(self, text: str, functions: Functions, *, is_end: bool) -> CallStart | None:
         for match in self.first.finditer(text):
             is_call = self._begins(text[match.start() :], functions)
             if is_call or (is_call is None and not is_end):
-                return Beginning(match.start(), is_certain=bool(is_call))
+                return CallStart(match.start(), is_certain=bool(is_call))
         if is_end:
             return None
         held = max(len(text) - len(text.rstrip("`")), num_held(text, self.prefix))
-        return Beginning(len(text) - held, is_certain=False) if held else None
+        return CallStart(len(text) - held, is_certain=False) if held else None
 
-    def taker(self, functions: Functions) -> Taker:
-        return _BareTaker(self, functions)
+    def matcher(self, functions: Functions) -> CallMatcher:
+        return _BareMatcher(self, functions)
 
     def _begins(self, text: str, functions: Functions) -> bool | None:
         front = self.front(text)
@@ -170,7 +170,7 @@ class BareCalls:
         return ""
 
 
-class _BareTaker:
+class _BareMatcher:
     """A call ends where its brackets do; a fence ends after the calls in it."""
 
     def __init__(self, form: BareCalls, functions: Functions) -> None:

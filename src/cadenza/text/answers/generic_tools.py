@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, cast
 from cadenza.text.answers.tool_calls import ToolFormat
 from cadenza.text.tokens.provenance import MarkedText, OwnText, written_by_template
 
-Message = Mapping[str, object]
+Message = Mapping[str, Any]
 
 _SYSTEM_ROLES = ("system", "developer")
 _CALL = '{"name": "tool name", "arguments": {"parameter": "value"}}'

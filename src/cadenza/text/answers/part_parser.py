@@ -9,7 +9,7 @@ from enum import Enum, auto
 from typing import Any, NamedTuple
 
 from cadenza.outputs import OutputPart, PartKind
-from cadenza.text.answers.call_forms import Beginning, CallForm, Taker, num_held
+from cadenza.text.answers.call_forms import CallForm, CallMatcher, CallStart, num_held
 from cadenza.text.answers.call_readers import Functions, ToolCall
 from cadenza.text.answers.output_parser import PlacedPart
 from cadenza.text.answers.tool_calls import ToolFormat
@@ -82,13 +82,13 @@ class _State(Enum):
 
 
 class _Step(NamedTuple):
-    """A decision: what follows, what is certain, and the text that is not read yet; `taker` is that
+    """A decision: what follows, what is certain, and the unread text; `matcher` is that
     of a call which may begin there."""
 
     state: _State
     parts: tuple[OutputPart, ...]
     rest: str
-    taker: Taker | None = None
+    matcher: CallMatcher | None = None
 
 
 class PartParser:
@@ -98,7 +98,7 @@ class PartParser:
         self._plan = plan
         self._text: str = ""
         self._state = _State.CONTENT
-        self._taker: Taker | None = None
+        self._matcher: CallMatcher | None = None
         self._num_read = 0
         if plan.reasoning is not None:
             begun = plan.begins_in_reasoning
@@ -134,12 +134,12 @@ class PartParser:
                 break
             parts += [(self._num_read, part) for part in step.parts]
             self._num_read += len(self._text) - len(step.rest)
-            self._state, self._text, self._taker = step.state, step.rest, step.taker
+            self._state, self._text, self._matcher = step.state, step.rest, step.matcher
         return [placed for placed in parts if placed[1].text or placed[1].name is not None]
 
     def _advance(self, text: str, *, is_end: bool) -> _Step | None:
         """The next decision; None where it takes more text. `text` is not empty."""
-        plan, taker = self._plan, self._taker
+        plan, matcher = self._plan, self._matcher
         match self._state:
             case _State.START:
                 return _start(plan, text, is_end=is_end)
@@ -148,15 +148,15 @@ class PartParser:
             case _State.REASONING:
                 return _reason(plan, text, is_end=is_end)
             case _State.REASONED_CALL:
-                assert taker is not None
-                return _reason_call(plan, taker, text, is_end=is_end)
+                assert matcher is not None
+                return _reason_call(plan, matcher, text, is_end=is_end)
             case _State.REASONED:
                 return _skip_blanks(_State.CONTENT, text, is_end=is_end)
             case _State.CONTENT:
                 return _tell(plan, text, is_end=is_end)
             case _State.CALL:
-                assert taker is not None
-                return _call(taker, text, is_end=is_end)
+                assert matcher is not None
+                return _call(matcher, text, is_end=is_end)
             case _State.CALLED:
                 skipped = None if plan.tools is None else plan.tools.skipped
                 return _skip_blanks(_State.CONTENT, text, skipped, is_end=is_end)
@@ -194,7 +194,7 @@ def _reason(plan: PartPlan, text: str, *, is_end: bool) -> _Step | None:
     return _certain(_State.REASONING, "reasoning", text, len(text) - held)
 
 
-def _reason_call(plan: PartPlan, taker: Taker, text: str, *, is_end: bool) -> _Step | None:
+def _reason_call(plan: PartPlan, matcher: CallMatcher, text: str, *, is_end: bool) -> _Step | None:
     """Calls that end an answer which has nothing behind its reasoning; others are reasoning."""
     assert plan.reasoning is not None
     end = plan.reasoning.end
@@ -205,7 +205,7 @@ def _reason_call(plan: PartPlan, taker: Taker, text: str, *, is_end: bool) -> _S
         place = rest.find(end)
         held = 0 if is_end or place >= 0 else num_held(rest, end)
         body = rest[: len(rest) - held] if place < 0 else rest[:place]
-        taken = taker.take(body, is_end=is_end or place >= 0)
+        taken = matcher.take(body, is_end=is_end or place >= 0)
         if taken is None and len(text) <= MAX_HELD_CHARS:
             return None
         if taken is None or not taken.calls or _has_unknown(plan, taken.calls):
@@ -215,7 +215,7 @@ def _reason_call(plan: PartPlan, taker: Taker, text: str, *, is_end: bool) -> _S
         found = _next_call(plan, rest, is_end=is_end)
         if found is None or found[1].place or not found[1].is_certain:
             break
-        taker = found[0].taker(plan.functions)
+        matcher = found[0].matcher(plan.functions)
     behind = rest[len(end) :].lstrip() if rest.startswith(end) else rest
     if not behind:
         return _Step(_State.CALLED, _as_parts(calls), "") if is_end else None
@@ -242,10 +242,10 @@ def _tell(plan: PartPlan, text: str, *, is_end: bool) -> _Step | None:
     return _certain(_State.CONTENT, "content", text, len(text))
 
 
-def _call(taker: Taker, text: str, *, is_end: bool) -> _Step | None:
+def _call(matcher: CallMatcher, text: str, *, is_end: bool) -> _Step | None:
     """A call after blanks, which are content only if it is none."""
     begin = len(text) - len(text.lstrip())
-    taken = taker.take(text[begin:], is_end=is_end)
+    taken = matcher.take(text[begin:], is_end=is_end)
     if taken is None:
         return None
     rest = text[begin + taken.end :]
@@ -258,7 +258,7 @@ def _as_parts(calls: Sequence[ToolCall]) -> tuple[OutputPart, ...]:
     return tuple(OutputPart("tool_call", arguments, name) for name, arguments in calls)
 
 
-def _next_call(plan: PartPlan, text: str, *, is_end: bool) -> tuple[CallForm, Beginning] | None:
+def _next_call(plan: PartPlan, text: str, *, is_end: bool) -> tuple[CallForm, CallStart] | None:
     forms = () if plan.tools is None else plan.tools.forms
     found = [(form, form.find(text, plan.functions, is_end=is_end)) for form in forms]
     begun = [(form, beginning) for form, beginning in found if beginning is not None]
@@ -266,7 +266,7 @@ def _next_call(plan: PartPlan, text: str, *, is_end: bool) -> tuple[CallForm, Be
 
 
 def _before_call(
-    state: _State, plan: PartPlan, text: str, found: tuple[CallForm, Beginning]
+    state: _State, plan: PartPlan, text: str, found: tuple[CallForm, CallStart]
 ) -> _Step | None:
     form, (place, is_certain) = found
     is_thought = state is _State.REASONED_CALL
@@ -274,7 +274,7 @@ def _before_call(
     if is_certain:
         sure = text[:place].rstrip()
         parts = (OutputPart(kind, sure),)
-        return _Step(state, parts, text[len(sure) :], form.taker(plan.functions))
+        return _Step(state, parts, text[len(sure) :], form.matcher(plan.functions))
     if is_thought and plan.reasoning is not None:
         place = min(place, len(text) - num_held(text, plan.reasoning.end))
     return _certain(_State.REASONING if is_thought else _State.CONTENT, kind, text, place)

@@ -1,5 +1,5 @@
 """The verifier: plays a workload in several modes and compares each stream with its solo run. What
-is under test is a `Player`: a `Gate` on engines of this process, `over_http.RemotePlayer` on a
+is under test is a `Player`: a `Verifier` on engines of this process, `over_http.RemotePlayer` on a
 server. Invariant: it passes only if every comparison was made, all streams were equal, and every
 `shows` count is above zero."""
 
@@ -76,7 +76,7 @@ class ModeResult:
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class GateResult:
+class VerifierResult:
     """`coverage`: of the matrix of options, if it was played; `left_out`: what of it could not be,
     in words. `longest`: tokens of the longest stream, prompt and output; `wanted`: without the
     limit of the context. `witness_difference`: the mean difference that `Witness.tolerance` limits.
@@ -195,7 +195,7 @@ class Player(Protocol):
 
 def compare(
     player: Player,
-    result: GateResult,
+    result: VerifierResult,
     report: ReportProgress,
     clock: Callable[[], float],
     *,
@@ -241,7 +241,12 @@ def streams_alone(
 
 
 def _run_trial(
-    trial: Trial, alone: list[Stream], result: GateResult, report: ReportProgress, *, bitwise: bool
+    trial: Trial,
+    alone: list[Stream],
+    result: VerifierResult,
+    report: ReportProgress,
+    *,
+    bitwise: bool,
 ) -> None:
     played = trial.play(lambda progress: report(f"{trial.name}: {progress.text}"))
     if trial.requests is not None:
@@ -280,7 +285,7 @@ class Witness:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gate:
+class Verifier:
     """Args:
      make_core: makes engines on the runner under test, with `limits`.
      witness: its tokens must equal those of the solo runs; None to skip that.
@@ -314,8 +319,8 @@ class Gate:
     def requests(self) -> SequenceOf[Request]:
         return [arrival.request for arrival in self.arrivals]
 
-    def run(self) -> GateResult:
-        result = GateResult(
+    def run(self) -> VerifierResult:
+        result = VerifierResult(
             num_requests=len(self.arrivals),
             exactness=self.exactness,
             wanted=self.wanted,
@@ -380,7 +385,7 @@ class Gate:
         return None
 
     def _score_with_witness(
-        self, witness: Witness, tolerance: float, result: GateResult
+        self, witness: Witness, tolerance: float, result: VerifierResult
     ) -> Mismatch | None:
         """Compares the log probabilities of solo streams with the reference's for the same tokens.
         The mismatch, if the mean difference is too large, is the token with the largest one."""
