@@ -202,6 +202,8 @@ class Record:
     cancelled: set[StreamId] = field(default_factory=set, repr=False)
     retried: set[StreamId] = field(default_factory=set, repr=False)
     """Those that a lost step may end now."""
+    loses_steps: bool = False
+    """At random, so that one that is retried may be lost again."""
     failed: set[StreamId] = field(default_factory=set, repr=False)
     log: list[tuple[int, Event]] = field(default_factory=list, repr=False)
     most_empty_steps: int = 0
@@ -256,7 +258,8 @@ class Record:
         self.log.append((self.num_steps, event))
         if isinstance(event, Finished):
             self.finished[stream] = event
-            if event.error_kind == "step_failed" and stream in self.retried:
+            is_lost_again = event.error_kind == "step_failed" and stream in self.retried
+            if self.loses_steps and is_lost_again:
                 self.failed.add(stream)
             return
         tokens = self.streams[stream]
@@ -272,8 +275,8 @@ class Record:
         return solo_stream_of(self.requests[stream[0]], stream, self.engine, self.seed)
 
     def verify(self, *, failed: frozenset[StreamId] = frozenset()) -> None:
-        """Every stream is exact and ended once; those in `failed`, and those that were lost while
-        they were retried, were cut by an error."""
+        """Every stream is exact and ended once; those in `failed`, and with steps lost at random
+        those that were lost again while they were retried, were cut by an error."""
         for stream in self.streams:
             self._verify_tokens(stream)
             if stream in self.cancelled:
@@ -372,7 +375,8 @@ class Simulation:
                 clock=self._clock,
             ),
         )
-        self.record = Record(seed=scenario.seed, engine=self.engine)
+        loses_steps = scenario.loss > 0
+        self.record = Record(seed=scenario.seed, engine=self.engine, loses_steps=loses_steps)
         self._audit = audit
         self._rng = random.Random(f"arrivals {scenario.seed}")
         self._preemptions = random.Random(f"preemptions {scenario.seed}")

@@ -374,6 +374,16 @@ def test_the_steps_of_a_retried_prompt_are_its_own_to_the_last(loop: SchedulerLo
     record.verify(failed=frozenset({(0, 0), (2, 0)}))
 
 
+def test_one_that_fails_while_it_is_retried_would_be_found_out() -> None:
+    """The negative control of both tests above: nobody has said that it fails."""
+    params = SamplingParams(max_tokens=5, temperature=0.0)
+    parts = Parts(runner=partial(PoisonedRunner, kind="result raises"))
+    request = Request(prompt_token_ids=(POISON,), params=params)
+    record = run_requests(make_engine(LIMITS, parts=parts), [request])
+    with pytest.raises(AssertionError, match="is shorter than the solo stream"):
+        record.verify()
+
+
 def solo_tokens(request: Request) -> set[int]:
     """Of the prompt, and of every sample with the seeds that 12 requests may have."""
     found = set(request.prompt_token_ids)

@@ -87,7 +87,6 @@ def lose_one_step(policy: SchedulingPolicy, num_tenants: int, seed: int) -> Reco
     )
     record = run_requests(engine, requests)
     record.verify()
-    assert not record.failed, "a step that is lost once ends nobody"
     return record
 
 
