@@ -18,12 +18,12 @@ MAX_LINES: Mapping[str, int] = {
     "backends": 15_970,  # kernels for GPUs: their table, packing, proof, memory; image towers
     "bench": 3_180,  # throughput, roofline, loads on servers
     LABORATORY.name: 5_150,  # modes of batching, two servers compared, the simulator, charts
-    "checkpoint": 15_370,  # the families of 2026, and how they see
+    "checkpoint": 15_320,  # the families of 2026, and how they see
     "cli": 6_850,  # images of prompts; arguments of an application on Ray; sparse prefill
     "cluster": 2_200,  # replicas on several machines, shared by front ends, and their number
     "core": 10_050,  # slots of recurrent states; what drafts saved and cost; images
     "engine": 7_400,  # checks and costs of images
-    "exporting": 450,  # modules for IREE
+    "exporting": 420,  # modules for IREE
     "frontend": 4_640,  # images of prompts
     "loading": 3_290,  # memory of images
     "media": 1_350,

@@ -17,7 +17,7 @@ from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.checkpoint.random_checkpoint import Shape
 from cadenza.checkpoint.rope_config import LongRopeScaling, format_rope
 from cadenza.checkpoint.safetensors_writer import DEFAULT_SHARD_BYTES
-from cadenza.checkpoint.towers.processor_file import IMAGE_PROCESSOR_FILE
+from cadenza.checkpoint.towers.reader import IMAGE_PROCESSOR_FILE
 from cadenza.checkpoint.wrapped_text import NEWER_OUTSIDE, SHARED, TEXT_CONFIG, WRAPPERS
 from tests.checkpoint.tower_writer import format_vision
 

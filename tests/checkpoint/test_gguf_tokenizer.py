@@ -14,8 +14,7 @@ from tokenizers import Tokenizer as NativeTokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
 from cadenza.checkpoint import Checkpoint, open_checkpoint
-from cadenza.checkpoint.gguf.pre_tokenizers import PRE_TOKENIZERS
-from cadenza.checkpoint.gguf.tokenizer import read_gguf_tokenizer, read_vocabulary
+from cadenza.checkpoint.gguf.tokenizer import PRE_TOKENIZERS, read_gguf_tokenizer, read_vocabulary
 from cadenza.checkpoint.json_object import JsonObject
 from cadenza.errors import CheckpointError
 from cadenza.text import Tokenizer

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from cadenza.checkpoint.hub import Hub
-from cadenza.checkpoint.hub_reach import CONNECT_S, connect_limit_s, is_silent
+from cadenza.checkpoint.hub import CONNECT_S, Hub, connect_limit_s, is_silent
 from cadenza.errors import CheckpointError
 from tests.checkpoint.hub_server import NAME
 from tests.ports import refusing_port, silent_port

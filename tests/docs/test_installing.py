@@ -14,7 +14,7 @@ from cadenza.backends.mlx.backend import MlxBackend
 from cadenza.backends.xla.device import find_device
 from cadenza.checkpoint import open_checkpoint
 from cadenza.errors import ConfigError, DeviceUnavailableError
-from cadenza.exporting.compiler import REQUIREMENT as IREE_COMPILER
+from cadenza.exporting.export import REQUIREMENT as IREE_COMPILER
 from tests.docs.documents import PAGES, ROOT
 
 INSTALL = re.compile(r"\b(?:pip3? install|uv add|uv tool install|pipx install|uvx)\s+([^`\n]+)")

@@ -57,7 +57,7 @@ def test_a_model_that_is_not_exported_is_refused_with_its_cause(
 
 
 def test_parameters_are_found_by_what_they_contain():
-    from cadenza.exporting.parameters import find_parameters
+    from cadenza.exporting.export import find_parameters
 
     checkpoint = open_checkpoint(None)
     names = ["model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.k_proj.weight"]

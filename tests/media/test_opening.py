@@ -9,12 +9,17 @@ import pytest
 
 from cadenza.errors import InvalidRequestError
 from cadenza.media.addresses import AllowedHosts
-from cadenza.media.data_urls import MAX_BASE64_CHARS, data_of_base64, data_of_url
 from cadenza.media.decode_pool import DecodePool
 from cadenza.media.decoding import prepared, prepared_picture
 from cadenza.media.fetching import BudgetFullError, MediaFetcher
 from cadenza.media.image_input import ImageFault, ImageInput, image_part, images_of
-from cadenza.media.opening import ImageOpener, measure_images
+from cadenza.media.opening import (
+    MAX_BASE64_CHARS,
+    ImageOpener,
+    data_of_base64,
+    data_of_url,
+    measure_images,
+)
 from tests.media.corpus import data_url, header_bomb, quarters, saved
 from tests.media.processors import WholeImages
 

@@ -38,8 +38,7 @@ Modules:
 - `name_rules`, `stacked_experts`: how names, and tensors of all experts, become the declared ones
 - `opening`: `open_checkpoint`, of a folder or a GGUF file
 - `folder`: an opened model, `Checkpoint`; the reader of folders, those of base models too
-- `hub`: folders of the hub's models
-- `hub_reach`: whether a network drops what is sent to the hub
+- `hub`: folders of the hub's models, and whether a network drops what is sent to it
 - `hub_cache`: those in its local cache, listed and removed
 - `other_folders`: folders of the hub's cache, and of LoRA adapters
 - `survey`: what a refused folder contains, for its error message

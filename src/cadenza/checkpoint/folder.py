@@ -33,8 +33,7 @@ from cadenza.checkpoint.score_head import SCORE_NAMES, ScoreHead, read_score_hea
 from cadenza.checkpoint.stacked_experts import split_stacks
 from cadenza.checkpoint.stored_tensor import StoredScheme
 from cadenza.checkpoint.tokenizer_files import TokenizerFiles, read_tokenizer_files
-from cadenza.checkpoint.towers.processor_file import read_processor_settings
-from cadenza.checkpoint.towers.reader import VisionOptions
+from cadenza.checkpoint.towers.reader import VisionOptions, read_processor_settings
 from cadenza.checkpoint.towers.registry import NO_TOWER, read_vision, reader_of
 from cadenza.checkpoint.weights import Weights, open_weights, usual_names
 from cadenza.checkpoint.wrapped_text import names_of_text, unwrap_config

@@ -1,16 +1,25 @@
 """Downloads model folders and GGUF files from the Hugging Face hub: `Hub.fetch`. A name may end
-with a selector of one of the repository's GGUF models: `owner/model:Q4_K_M`. A revision is resolved
-once and all files of a snapshot are of that commit; files that may contain code (`.py`, `.bin`,
-`.pt`) are never downloaded."""
+with a selector of one of the repository's GGUF models: `owner/model:Q4_K_M`. A revision is
+resolved once and all files of a snapshot are of that commit; files that may contain code (`.py`,
+`.bin`, `.pt`) are never downloaded."""
 
+import errno
 import itertools
+import os
 import re
+import selectors
+import socket
 import sys
+import time
 from collections.abc import Callable, Collection, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Thread
 from typing import TYPE_CHECKING, Any, cast
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 from cadenza.checkpoint.config_json import CONFIG_FILE, parse_model_config
 from cadenza.checkpoint.gguf.files import (
@@ -19,7 +28,6 @@ from cadenza.checkpoint.gguf.files import (
     first_files,
     split_names,
 )
-from cadenza.checkpoint.hub_reach import LIMIT_VARIABLE, connect_limit_s, is_silent
 from cadenza.checkpoint.json_object import read_json_object
 from cadenza.checkpoint.tokenizer_files import NAMED_TEMPLATES_FOLDER
 from cadenza.checkpoint.weights import INDEX_FILE, MTP_FILE, SINGLE_FILE, read_shard_names
@@ -28,6 +36,7 @@ from cadenza.text.tokens.tokenizer import MAX_TOKENIZER_BYTES
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
+
 
 DEFAULT_REVISION = "main"
 MAX_SMALL_FILES = 100
@@ -343,3 +352,84 @@ def _silent_bar() -> type[Any]:
         cast(Any, tqdm).__init__(bar, *args, **{**kwargs, "disable": True})
 
     return type("SilentBar", (tqdm,), {"__init__": start_disabled})
+
+
+CONNECT_S = 1.1  # a packet that was lost is sent again after a second
+LIMIT_VARIABLE = "HF_HUB_ETAG_TIMEOUT"
+MAX_ADDRESSES = 8
+PORTS = {"http": 80, "https": 443}
+
+Resolve = Callable[..., list[Any]]
+
+
+def connect_limit_s() -> float:
+    """huggingface_hub's variable, or `CONNECT_S`."""
+    try:
+        return float(os.environ[LIMIT_VARIABLE])
+    except (KeyError, ValueError):
+        return CONNECT_S
+
+
+def is_silent(endpoint: str, limit_s: float, resolve: Resolve = socket.getaddrinfo) -> bool:
+    """Whether a network drops what is sent to the hub, found before its client waits ten seconds
+    for each address, and for names as long as the system does. The limit is of the name, every
+    address and the proxy together; an error that comes in time is left to the client."""
+    hop = _first_hop(endpoint)
+    if hop is None:
+        return False
+    end_s = time.monotonic() + limit_s
+    found: SimpleQueue[list[Any]] = SimpleQueue()
+
+    def look_up() -> None:
+        try:
+            found.put(resolve(*hop, type=socket.SOCK_STREAM))
+        except OSError:
+            found.put([])
+
+    Thread(target=look_up, daemon=True, name="hub-name").start()
+    try:
+        addresses = found.get(timeout=limit_s)
+    except Empty:
+        return True
+    return _is_silent(addresses[:MAX_ADDRESSES], end_s)
+
+
+def _first_hop(endpoint: str) -> tuple[str, int] | None:
+    """Host and port of the proxy, or of the hub; None where the client has to say what is wrong."""
+    try:
+        parts = urlsplit(endpoint)
+        host = parts.hostname or ""
+        named = {} if not host or proxy_bypass(host) else getproxies()
+        proxy = named.get(parts.scheme) or named.get("all")
+        if proxy is not None:
+            parts = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
+        port = parts.port or PORTS.get(parts.scheme)
+    except ValueError:
+        return None
+    return (parts.hostname, port) if parts.hostname and port else None
+
+
+def _is_silent(addresses: list[Any], end_s: float) -> bool:
+    """Whether none is connected in time, and not all failed: all are tried together."""
+    with ExitStack() as opened, selectors.DefaultSelector() as waiting:
+        for family, kind, protocol, _, address in addresses:
+            try:
+                tried = opened.enter_context(socket.socket(family, kind, protocol))
+            except OSError:  # a family that this machine lacks
+                continue
+            tried.setblocking(False)
+            error = tried.connect_ex(address)
+            if error == 0:
+                return False
+            if error == errno.EINPROGRESS:
+                waiting.register(tried, selectors.EVENT_WRITE)
+        while waiting.get_map():
+            ready = waiting.select(max(0.0, end_s - time.monotonic()))
+            if not ready:
+                return True
+            for key, _ in ready:
+                tried = cast(socket.socket, key.fileobj)
+                if not tried.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                    return False
+                waiting.unregister(tried)
+    return False

@@ -34,8 +34,11 @@ from cadenza.checkpoint.safetensors_writer import (
 from cadenza.checkpoint.stacked_experts import stacked_parts
 from cadenza.checkpoint.stored_tensor import AnyArray
 from cadenza.checkpoint.tensor_spec import TensorSpec
-from cadenza.checkpoint.towers.processor_file import IMAGE_PROCESSOR_FILE, read_processor_settings
-from cadenza.checkpoint.towers.reader import VisionOptions
+from cadenza.checkpoint.towers.reader import (
+    IMAGE_PROCESSOR_FILE,
+    VisionOptions,
+    read_processor_settings,
+)
 from cadenza.checkpoint.towers.registry import READERS, read_vision
 from cadenza.checkpoint.wrapped_text import TEXT_CONFIG, outer_name
 from cadenza.errors import CheckpointError

@@ -5,8 +5,6 @@ The only package that knows two backends: `backends.xla` writes a step as Stable
 
 Modules:
 
-- `export`: from a model to a folder that `--backend iree` serves
-- `compiler`: IREE's compiler, by target
-- `parameters`: which tensors of a checkpoint the parameters are
+- `export`: from a model to modules: IREE's compiler, and the parameters by their contents
 - `folder`: the folder, with weights in the order of the parameters
 """

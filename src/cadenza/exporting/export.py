@@ -1,9 +1,20 @@
-"""From a model to modules that `--backend iree` serves: `make_modules`."""
+"""From a model to modules that `--backend iree` serves: `make_modules`. A parameter is one
+tensor of the checkpoint, or several joined, perhaps in another type. They are found by their
+contents, so that no family has to list them; what is found is equal in every bit."""
 
-from collections.abc import Callable
+import platform
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
 
+import numpy as np
 import numpy.typing as npt
 
 from cadenza.backends.base import RunnerSetup
@@ -23,18 +34,16 @@ from cadenza.backends.xla.export import MAX_TOKENS, ExportedModel, export_progra
 from cadenza.checkpoint import Checkpoint, declare
 from cadenza.checkpoint.config_json import CONFIG_FILE
 from cadenza.checkpoint.dtypes import WeightDType
+from cadenza.checkpoint.model_config import ModelConfig
+from cadenza.checkpoint.rope_factors import rope_factors
+from cadenza.checkpoint.weights import Weights
 from cadenza.config import PAGE_SIZE_UNIT, EngineLimits
 from cadenza.core.step_schema import StepLayout
 from cadenza.core.token_rules import RuleLayout
 from cadenza.errors import CheckpointError, ConfigError
-from cadenza.exporting.compiler import (
-    CpuChoice,
-    Target,
-    compile_module,
-    compiler_flags,
-    compiler_version,
-)
-from cadenza.exporting.parameters import find_parameters
+
+Target = Literal["llvm-cpu", "vulkan-spirv", "cuda"]
+CpuChoice = Literal["generic", "host"]
 
 DEFAULT_ROWS = (4, 8)
 DEFAULT_MAX_MODEL_LEN = 4096
@@ -173,3 +182,130 @@ def _parameters(
     names = [spec.name for spec in declare(model)]
     longest = options.max_model_len
     return find_parameters(model, checkpoint.weights, names, exported.weights, longest)
+
+
+AnyArray = npt.NDArray[Any]
+
+_PROBE_BYTES = 64  # the bytes at a tensor's start by which it is looked up
+
+
+def find_parameters(
+    model: ModelConfig,
+    weights: Weights,
+    names: Iterable[str],
+    exported: Mapping[str, AnyArray],
+    max_model_len: int,
+) -> tuple[Parameter, ...]:
+    """The tensors of these names that each exported array is made of."""
+    tensors = {name: weights.array(name) for name in names}
+    search = _Search(model, tensors, max_model_len)
+    return tuple(search.find(name, array) for name, array in exported.items())
+
+
+class _Search:
+    def __init__(
+        self, model: ModelConfig, tensors: Mapping[str, AnyArray], max_model_len: int
+    ) -> None:
+        self._tensors = tensors
+        self._ropes = [np.asarray(rope_factors(rope, max_model_len)) for rope in model.ropes]
+        self._by_type: dict[str, dict[bytes, list[str]]] = {}
+
+    def find(self, name: str, array: AnyArray) -> Parameter:
+        shape = Array(shape=array.shape, dtype=array.dtype.name)
+        for index, rope in enumerate(self._ropes):
+            if rope.dtype == array.dtype and np.array_equal(rope, array):
+                return Parameter(name=name, array=shape, rope=index)
+        return Parameter(name=name, array=shape, tensors=self._parts(array))
+
+    def _parts(self, array: AnyArray) -> tuple[str, ...]:
+        """The tensors that an array is a concatenation of; empty if there are none."""
+        content = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        found: list[str] = []
+        place = 0
+        while place < len(content):
+            name = self._at(content[place:], array.dtype)
+            if name is None:
+                return ()
+            found.append(name)
+            place += self._tensors[name].size * array.dtype.itemsize
+        return tuple(found)
+
+    def _at(self, content: AnyArray, dtype: np.dtype[Any]) -> str | None:
+        for name in self._starting(dtype).get(content[:_PROBE_BYTES].tobytes(), ()):
+            wanted = self._tensors[name].astype(dtype).reshape(-1).view(np.uint8)
+            if np.array_equal(content[: len(wanted)], wanted):
+                return name
+        return None
+
+    def _starting(self, dtype: np.dtype[Any]) -> dict[bytes, list[str]]:
+        """The tensors by their first bytes, converted to that type."""
+        if dtype.name not in self._by_type:
+            found: dict[bytes, list[str]] = defaultdict(list)
+            for name, tensor in self._tensors.items():
+                first = tensor.reshape(-1)[: _PROBE_BYTES // dtype.itemsize].astype(dtype)
+                found[first.tobytes()].append(name)
+            self._by_type[dtype.name] = found
+        return self._by_type[dtype.name]
+
+
+PACKAGE = "iree-base-compiler"
+REQUIREMENT = f"{PACKAGE}==3.13.0"  # The runtime's version, which decides the bits, too
+
+COMPILE_S = 3600.0  # a compilation is given up after so many seconds
+
+_COMMON = (
+    "--iree-input-type=stablehlo",
+    "--iree-vm-bytecode-module-strip-source-map=true",
+)
+_OF_TARGET: dict[Target, tuple[str, ...]] = {
+    "llvm-cpu": (
+        "--iree-hal-target-device=local",
+        "--iree-hal-local-target-device-backends=llvm-cpu",
+        "--iree-llvmcpu-debug-symbols=false",
+    ),
+    "vulkan-spirv": ("--iree-hal-target-device=vulkan",),
+    "cuda": ("--iree-hal-target-device=cuda", "--iree-cuda-target=sm_80"),
+}
+_MAX_MESSAGE_CHARS = 800
+
+
+def compiler_flags(target: Target, cpu: CpuChoice) -> tuple[str, ...]:
+    """The compiler's flags. `cpu` counts for llvm-cpu only."""
+    flags = (*_COMMON, *_OF_TARGET[target])
+    if target != "llvm-cpu":
+        return flags
+    triple = f"--iree-llvmcpu-target-triple={platform.machine()}-unknown-linux-gnu"
+    return (*flags, triple, f"--iree-llvmcpu-target-cpu={cpu}")
+
+
+def compiler_version(find: Callable[[str], object | None] = find_spec) -> str:
+    try:
+        is_missing = find("iree.compiler") is None
+    except ModuleNotFoundError:  # of the package `iree`
+        is_missing = True
+    if is_missing:
+        raise ConfigError(
+            f"`cadenza export` needs {PACKAGE}, which this installation lacks; "
+            f"pip install {REQUIREMENT}"
+        )
+    return version(PACKAGE)
+
+
+def compile_module(text: str, flags: tuple[str, ...]) -> bytes:
+    """The module of a program's text. Raises ConfigError with what the compiler says."""
+    with tempfile.TemporaryDirectory() as name:
+        source, made = Path(name) / "program.mlir", Path(name) / "program.vmfb"
+        source.write_text(text, encoding="utf-8")
+        command = [str(_compiler()), str(source), *flags, "-o", str(made)]
+        done = subprocess.run(  # noqa: S603 (our own arguments)
+            command, capture_output=True, text=True, timeout=COMPILE_S, check=False
+        )
+        if done.returncode:
+            said = done.stderr.replace(str(source), "program")[:_MAX_MESSAGE_CHARS]
+            raise ConfigError(f"IREE's compiler failed ({done.returncode}): {said}")
+        return made.read_bytes()
+
+
+def _compiler() -> Path:
+    """In the scripts folder beside this interpreter, where pip installs it."""
+    return Path(sys.executable).parent / "iree-compile"

@@ -11,8 +11,7 @@ Modules:
 - `engine_plan`: those numbers, of a model and of those beside it
 - `memory`: available memory, below the limits of control groups and of the process
 - `promised_memory`: memory that other engines have planned for and not taken yet
-- `draft`: the plan of the second model of an engine that drafts with one
-- `scorer`: the plan of the model that scores prompts
+- `draft`: the plan of a second model, which drafts or scores prompts
 - `sparse_gain`: how much sooner a thinned prompt's first token is predicted to come
 - `planned_engine`: a model, its plan and its options, and how its runners are loaded
 - `identity`, `content_digest`: what decides bits, and which keys have it; the digest of the weights

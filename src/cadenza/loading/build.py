@@ -24,7 +24,13 @@ from cadenza.engine.model_drafter import DraftModel
 from cadenza.engine.page_folder import PageFolder
 from cadenza.engine.scoring_steps import PromptScorerModel
 from cadenza.errors import CheckpointError, ConfigError, show
-from cadenza.loading.draft import plan_copy, plan_draft_model, plan_mtp_head
+from cadenza.loading.draft import (
+    check_target,
+    plan_copy,
+    plan_draft_model,
+    plan_mtp_head,
+    plan_scorer,
+)
 from cadenza.loading.engine_plan import DraftPlan, EnginePlan, ExtraMemory
 from cadenza.loading.footprint import front_end_bytes_of
 from cadenza.loading.image_memory import usual_part
@@ -33,7 +39,6 @@ from cadenza.loading.page_folder import open_page_folder
 from cadenza.loading.plan import device_share, make_plan
 from cadenza.loading.planned_engine import PlannedEngine, cache_folder
 from cadenza.loading.promised_memory import MemoryPromise, find_promised, promise_memory
-from cadenza.loading.scorer import check_target, plan_scorer
 from cadenza.loading.step_costs import StepCosts, open_step_costs
 from cadenza.text.constraints.token_constraint import ConstraintCompiler
 from cadenza.text.tokens.tokenizer import TokenizerSource

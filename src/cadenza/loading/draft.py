@@ -1,5 +1,5 @@
-"""The plan of the second model of an engine that drafts with one; which models can draft for
-which."""
+"""The plan of the second model of an engine, which drafts or scores prompts (`--spec-prefill`):
+which models can draft for which, compute prompts with gaps, and score prompts for which."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -9,11 +9,14 @@ from cadenza.checkpoint import Checkpoint, declare
 from cadenza.checkpoint.declaration import EMBEDDING, HEAD
 from cadenza.checkpoint.dtypes import item_bytes
 from cadenza.checkpoint.mtp_head import mtp_head_of
+from cadenza.checkpoint.sparse_support import scoring_refusal, sparse_refusal
 from cadenza.checkpoint.tensor_formats import stored_bytes
 from cadenza.config import EngineConfig, Quantization
 from cadenza.errors import CheckpointError, ConfigError
 from cadenza.loading.engine_plan import DraftPlan
 from cadenza.loading.plan import choose_dtype, choose_quantization, memory_of
+from cadenza.loading.sparse_gain import refuse_loss
+from cadenza.sparse_prefill import LOOK_AHEAD
 from cadenza.text.tokens.tokenizer import Tokenizer, TokenizerSource
 
 _FLAG = "--speculative-config"
@@ -157,3 +160,50 @@ def check_vocabulary(flag: str, name: str, target: Checkpoint, draft: Checkpoint
 
 def _bytes_of(source: Path | TokenizerSource) -> bytes:
     return source.read_bytes() if isinstance(source, Path) else source.content
+
+
+_SPARSE = "--spec-prefill"
+
+
+def check_target(checkpoint: Checkpoint, traits: BackendTraits) -> None:
+    """Raises ConfigError where the model, or the backend, computes no prompts with gaps."""
+    if "sparse_prompts" not in traits.capabilities or not checkpoint.is_known:
+        raise ConfigError(
+            f"{_SPARSE} needs prompts with gaps, which {traits.name} with {traits.ops} ops does "
+            f"not compute; leave it out"
+        )
+    reason = sparse_refusal(checkpoint.config)
+    if reason is not None:
+        raise ConfigError(
+            f"{_SPARSE}: the model computes no prompts with gaps: {reason}; leave it out"
+        )
+
+
+def plan_scorer(
+    target: Checkpoint, scorer: Checkpoint, config: EngineConfig, traits: BackendTraits
+) -> DraftPlan:
+    """The plan of a model that scores the prompts of `target`; `traits` are the backend's for it.
+    Raises ConfigError if it cannot score prompts, has another vocabulary, cannot be quantised as
+    asked, or is predicted to cost more time than it saves."""
+    chosen = config.sparse_prompts
+    assert chosen is not None, "the options name no model"
+    name = chosen.model or scorer.folder.name
+    if "scores" not in traits.capabilities or not scorer.is_known:
+        raise ConfigError(
+            f"{_SPARSE}: {traits.name} with {traits.ops} ops scores no prompts; leave it out"
+        )
+    reason = scoring_refusal(scorer.config)
+    if reason is not None:
+        raise ConfigError(f"{_SPARSE}: the model {name} scores no prompts: {reason}; name another")
+    check_vocabulary(_SPARSE, name, target, scorer)
+    refuse_loss(target.config, scorer.config, chosen)
+    quantization = chosen.quantization or "none"
+    plan = plan_second(scorer, config, traits, quantization, f"the model {name}")
+    least = max(chosen.threshold, 1) + LOOK_AHEAD
+    if plan.context < least:
+        raise ConfigError(
+            f"{_SPARSE}: the model {name} reads at most {plan.context} tokens, so that no prompt "
+            f"of the threshold of {chosen.threshold} or more could be scored; lower the threshold "
+            f"below {plan.context - LOOK_AHEAD}, or name a model with a longer context"
+        )
+    return plan

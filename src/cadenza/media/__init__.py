@@ -6,11 +6,10 @@ Invariant: importing this package does not import Pillow.
 Modules:
 
 - `image_input`: an image of a request, and what it becomes
-- `data_urls`: the bytes in data URLs
 - `headers`: format, size and orientation out of a file's header
 - `decoding`: from a file to upright RGB pixels
 - `decode_worker`, `decode_pool`: the same in processes that can be killed
 - `addresses`: which URLs and addresses may be fetched from
 - `fetching`: images by https
-- `opening`: all images of a request
+- `opening`: all images of a request; the bytes in data URLs
 """

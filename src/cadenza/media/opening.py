@@ -1,19 +1,22 @@
 """Opens the images of a request: `ImageOpener` in a server; `measure_images` elsewhere. In this
-order: count, all headers, pixels. An error names the first faulty image, its position and what is
-allowed; no image is decoded where another one's header is refused."""
+order: count, all headers, pixels. An error names the first faulty image, its position and what
+is allowed; no image is decoded where another one's header is refused. A data URL's media type is
+ignored, since the bytes say what they are."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Generator, Sequence
+import binascii
+import re
+from collections.abc import Awaitable, Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from cadenza.errors import InvalidRequestError
-from cadenza.media.data_urls import data_of_url, is_data_url
+from cadenza.errors import InvalidRequestError, show, show_size
 from cadenza.media.decode_pool import DecodePool
 from cadenza.media.decoding import picture_size
 from cadenza.media.fetching import MediaFetcher, TryAdd
-from cadenza.media.headers import image_size
+from cadenza.media.headers import FORMATS_HELP, image_size, too_many_bytes
 from cadenza.media.image_input import (
+    MAX_ENCODED_BYTES,
     MAX_IMAGES,
     ImageFault,
     ImageInput,
@@ -22,6 +25,7 @@ from cadenza.media.image_input import (
 
 if TYPE_CHECKING:
     from cadenza.vision.processor import ImageProcessor
+
 
 _NOT_FETCHED = (
     "its URL is remote; only a server fetches images, and only with --allowed-media-domains: give "
@@ -127,3 +131,50 @@ def _naming(image: ImageInput, place: int) -> Generator[None]:
         raise fault.named(image, place) from None
     except InvalidRequestError as error:
         raise ImageFault(str(error)).named(image, place) from None
+
+
+_SLICE = 1 << 18  # characters decoded at once, whole groups; other threads run between slices
+MAX_BASE64_CHARS = -(-MAX_ENCODED_BYTES // 3) * 4
+_HEAD = re.compile(r"data:([A-Za-z0-9.+-]+/[A-Za-z0-9.+-]+);base64,", re.ASCII | re.IGNORECASE)
+_MAX_HEAD_CHARS = 256
+_FORM = "data:image/png;base64,…"
+
+
+def is_data_url(url: str) -> bool:
+    return url[:5].lower() == "data:"
+
+
+def data_of_url(url: str) -> bytes:
+    """Raises ImageFault: not one media type and base64, or another type of media."""
+    found = _HEAD.match(url[:_MAX_HEAD_CHARS])
+    if found is None:
+        raise ImageFault(f"its URL is {show(url)}; a data URL has the form {_FORM}")
+    media_type = found[1].lower()
+    if not media_type.startswith("image/"):
+        raise ImageFault(f"its data URL says {show(media_type)}; {FORMATS_HELP}: {_FORM}")
+    return data_of_base64(url[found.end() :])
+
+
+def data_of_base64(text: str) -> bytes:
+    """Raises ImageFault."""
+    if len(text) > MAX_BASE64_CHARS:
+        raise too_many_bytes(f"about {show_size(len(text) // 4 * 3)}")
+    try:
+        return b"".join(_decoded(text))
+    except ValueError:
+        raise ImageFault(
+            f"its base64 is damaged ({len(text)} characters); send the standard alphabet with "
+            f"padding, without line breaks"
+        ) from None
+
+
+def _decoded(text: str) -> Iterator[bytes]:
+    """Raises ValueError. Checks what Python does not: padding ends the whole text, and is at most
+    two characters."""
+    if text.endswith("==="):
+        raise ValueError
+    for start in range(0, len(text), _SLICE):
+        part = text[start : start + _SLICE]
+        if "=" in part and start + _SLICE < len(text):
+            raise ValueError
+        yield binascii.a2b_base64(part, strict_mode=True)

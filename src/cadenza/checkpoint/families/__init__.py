@@ -6,11 +6,9 @@ its kin or in a new one, list it here
 """
 
 from cadenza.checkpoint.families.deepseek import DEEPSEEK_V3, GLM4_MOE_LITE
-from cadenza.checkpoint.families.experts import MIXTRAL, OLMOE, QWEN3_MOE
+from cadenza.checkpoint.families.experts import GPT_OSS, MIXTRAL, OLMOE, QWEN3_MOE
 from cadenza.checkpoint.families.family import Family
-from cadenza.checkpoint.families.gemma import GEMMA2, GEMMA3
-from cadenza.checkpoint.families.gemma4 import GEMMA4, GEMMA4_UNIFIED
-from cadenza.checkpoint.families.gpt_oss import GPT_OSS
+from cadenza.checkpoint.families.gemma import GEMMA2, GEMMA3, GEMMA4, GEMMA4_UNIFIED
 from cadenza.checkpoint.families.hybrid import GRANITE_HYBRID, LFM2, LFM2_MOE
 from cadenza.checkpoint.families.llama import (
     GRANITE,

@@ -13,7 +13,7 @@ Modules:
 - `settings`, `architectures`, `gemma4`, `config`: metadata become a `ModelConfig`
 - `latents`: both for attention over latents
 - `tensors`, `blocks`: stored tensors under the declared names; quantised types as codes with scales
-- `tokenizer`, `pre_tokenizers`: metadata become a tokenizer.json
+- `tokenizer`: metadata become a tokenizer.json
 - `mmproj`: the image tower of a model, in a file of its own
 - `clip_projector`, `qwen_mmproj`, `gemma_mmproj`: what a projector's type means; those of the Qwen
   models, and of Gemma

@@ -5,9 +5,9 @@ pixels or arithmetic and is not supported is refused by name.
 
 Modules:
 
-- `reader`: `TowerReader`, what a family gives, and `VisionFiles`, what it is given
+- `reader`: `TowerReader`, what a family gives, `VisionFiles`, what it is given, and the settings of
+  image processors
 - `registry`: the families by model type, and `read_vision`
-- `processor_file`: the settings of an image processor, from either of their files
 - `siglip`: settings that SigLIP towers share
 - `idefics3`: Idefics3 and SmolVLM
 - `gemma3`: Gemma 3

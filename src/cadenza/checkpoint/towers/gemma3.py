@@ -8,13 +8,14 @@ from dataclasses import replace
 from cadenza.checkpoint.json_object import JsonObject
 from cadenza.checkpoint.model_config import MAX_VOCAB_SIZE
 from cadenza.checkpoint.name_rules import NameRule
-from cadenza.checkpoint.towers.processor_file import (
+from cadenza.checkpoint.towers.reader import (
     MAX_PIXELS_OF_SIDE,
+    TowerReader,
+    VisionFiles,
     check_steps,
     read_filter,
     read_normalisation,
 )
-from cadenza.checkpoint.towers.reader import TowerReader, VisionFiles
 from cadenza.checkpoint.towers.siglip import SiglipDefaults, read_siglip
 from cadenza.errors import CheckpointError
 from cadenza.vision.gemma_images import Gemma3Images

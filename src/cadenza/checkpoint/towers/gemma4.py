@@ -12,8 +12,7 @@ from cadenza.checkpoint.model_config import (
     MAX_VOCAB_SIZE,
     MAX_WIDTH,
 )
-from cadenza.checkpoint.towers.processor_file import read_filter
-from cadenza.checkpoint.towers.reader import TowerReader, VisionFiles
+from cadenza.checkpoint.towers.reader import TowerReader, VisionFiles, read_filter
 from cadenza.checkpoint.towers.siglip import MAX_PATCH, read_tower_activation
 from cadenza.checkpoint.wrapped_text import TEXT_CONFIG
 from cadenza.errors import CheckpointError

@@ -3,13 +3,14 @@ models/idefics3 and models/smolvlm."""
 
 from cadenza.checkpoint.json_object import JsonObject
 from cadenza.checkpoint.model_config import MAX_VOCAB_SIZE
-from cadenza.checkpoint.towers.processor_file import (
+from cadenza.checkpoint.towers.reader import (
     MAX_PIXELS_OF_SIDE,
+    TowerReader,
+    VisionFiles,
     check_steps,
     read_filter,
     read_normalisation,
 )
-from cadenza.checkpoint.towers.reader import TowerReader, VisionFiles
 from cadenza.checkpoint.towers.siglip import SiglipDefaults, read_siglip
 from cadenza.errors import CheckpointError
 from cadenza.vision.idefics3 import Idefics3Processor

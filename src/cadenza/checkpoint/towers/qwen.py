@@ -9,12 +9,13 @@ from dataclasses import dataclass, replace
 
 from cadenza.checkpoint.json_object import JsonObject
 from cadenza.checkpoint.model_config import MAX_HEADS, MAX_LAYERS, MAX_VOCAB_SIZE, MAX_WIDTH
-from cadenza.checkpoint.towers.processor_file import (
+from cadenza.checkpoint.towers.reader import (
+    TowerReader,
+    VisionFiles,
     check_steps,
     read_filter,
     read_normalisation,
 )
-from cadenza.checkpoint.towers.reader import TowerReader, VisionFiles
 from cadenza.checkpoint.towers.siglip import MAX_PATCH, read_tower_activation
 from cadenza.errors import CheckpointError
 from cadenza.vision.processor import CHANNELS
