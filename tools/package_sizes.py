@@ -33,7 +33,7 @@ MAX_LINES: Mapping[str, int] = {
     "vision": 1_260,  # processors of images
 }
 
-MOST_PERCENT_DOCSTRINGS = 11.3
+MOST_PERCENT_DOCSTRINGS = 11.2
 """Of the lines of src/cadenza; lower it with them, down to 8."""
 
 
