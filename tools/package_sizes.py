@@ -21,19 +21,19 @@ MAX_LINES: Mapping[str, int] = {
     "checkpoint": 15_320,  # the families of 2026, and how they see
     "cli": 6_850,  # images of prompts; arguments of an application on Ray; sparse prefill
     "cluster": 2_200,  # replicas on several machines, shared by front ends, and their number
-    "core": 10_050,  # slots of recurrent states; what drafts saved and cost; images
+    "core": 9_860,  # slots of recurrent states; what drafts saved and cost; images
     "engine": 7_400,  # checks and costs of images
     "exporting": 420,  # modules for IREE
-    "frontend": 4_640,  # images of prompts
+    "frontend": 4_540,  # images of prompts
     "loading": 3_290,  # memory of images
     "media": 1_350,
-    "server": 15_900,  # the page at /, images
+    "server": 15_870,  # the page at /, images
     "text": 10_700,  # notations of the families of 2026
     "verification": 4_300,
     "vision": 1_260,  # processors of images
 }
 
-MOST_PERCENT_DOCSTRINGS = 11.2
+MOST_PERCENT_DOCSTRINGS = 10.7
 """Of the lines of src/cadenza; lower it with them, down to 8."""
 
 

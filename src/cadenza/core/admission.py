@@ -1,9 +1,6 @@
-"""`Admission`: whether a waiting sequence may start, given the pages running ones still need.
-
-`Reservations` sums those needs once for a step. Invariant: a page is reserved for at most one
-sequence. After `WHOLE_AFTER_PREEMPTIONS` preemptions, a sequence is admitted only if all sequences
-can complete.
-"""
+"""`Admission`: whether a waiting sequence may start, given the pages that running ones still need.
+Invariants: a page is reserved for at most one sequence; after `WHOLE_AFTER_PREEMPTIONS`
+preemptions, a sequence is admitted only if all sequences can complete."""
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
@@ -74,13 +71,10 @@ class Reservations:
         self._sums.clear()
 
     def can_admit(self, candidate: Sequence, *, available: int, shared: int) -> bool:
-        """True if `available` pages cover the candidate and all existing reservations.
-
-        `shared` pages of the candidate are referenced by other sequences and are not counted. Also
-        reserved are the unshared pages of samples that will fork a running prompt or the
-        candidate's, except those of its own request if that is running. If nothing is running,
-        only the candidate's pages are counted.
-        """
+        """True if `available` pages cover the candidate, all reservations and the unshared pages of
+        samples that will fork a running prompt or the candidate's (not those of its own running
+        request). `shared` pages belong to others and are not counted. With nothing running only the
+        candidate's pages count."""
         admission = self._admission
         whole = candidate.num_preemptions >= WHOLE_AFTER_PREEMPTIONS
         wanted = admission.reserved_pages(candidate, whole=whole) - shared
@@ -94,16 +88,15 @@ class Reservations:
         return wanted <= available
 
     def leave(self, num_pages: int, ready: Sequence | None, *, available: int, whole: bool) -> bool:
-        """True if `available` pages cover so many, all existing reservations, and those of a
-        waiting sequence that is ready to start; `whole`: with all that these may generate."""
+        """True if `available` pages cover so many, all reservations and those of a ready sequence;
+        `whole`: with all their output."""
         wanted = num_pages + self._sum(whole=whole).num_pages
         if ready is not None:
             wanted += self._admission.reserved_pages(ready, whole=whole)
         return wanted <= available
 
     def can_start(self, kv_cache: KVCacheManager, sequence: Sequence, prefix: Prefix) -> bool:
-        """Whether there are pages for a waiting sequence behind `prefix`, in the pool and in its
-        tenant's quota."""
+        """Also whether its tenant's quota has room for the sequence."""
         # Most rejections occur even if the prefix costs nothing, so its unreferenced pages are
         # counted only after that cheaper check has passed.
         available, shared = kv_cache.pool.num_available, len(prefix.page_ids)
@@ -116,7 +109,7 @@ class Reservations:
         )
 
     def fits_quota(self, kv_cache: KVCacheManager, sequence: Sequence, prefix: Prefix) -> bool:
-        """Whether its tenant's quota holds the sequence beside those of the tenant that run."""
+        """Whether its tenant's quota holds the sequence alongside those of the tenant that run."""
         tenant = sequence.tenant
         if tenant.page_share == 1.0:
             return True
@@ -128,7 +121,6 @@ class Reservations:
         )
 
     def _sum(self, *, whole: bool) -> _Running:
-        """Of all running sequences; those summed before are not looked at again."""
         found = self._sums.get(whole) or _Running(0, 0, {})
         if found.count == len(self._running):
             return found

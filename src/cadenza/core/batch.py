@@ -1,8 +1,6 @@
-"""`Batch`: the sequences of one step, how many tokens each computes, and which logits it needs.
-
-Has no arrays: `core.packing` converts a batch to those of `core.step_schema`. Invariant: an
-entry's logit positions belong to its own sequence, in ascending order.
-"""
+"""`Batch`: the sequences of one step, how many tokens each computes, and which logits it needs. Has
+no arrays: `core.packing` converts a batch to those of `core.step_schema`. Invariant: an entry's
+logit positions belong to its own sequence, in ascending order."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -29,26 +27,19 @@ class SeenImage(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class BatchEntry:
-    """`num_new_tokens` tokens of `sequence`, starting at position `start`.
-
-    The last of them are `drafts`, behind the sequence's own. The step has a logit row for each of
-    the positions `prompt_rows` of the prompt and samples `num_choices` tokens, each from the logits
-    of the previous position: one after the sequence's last token and one after each draft; 0 if the
-    entry ends before the sequence's last token. Of a constrained sequence `masks` are what each
-    choice is made from; without drafts they may be left out. `num_preemptions` is the sequence's
-    value at launch: if it has increased by the time the step is read, the entry's KV has been
-    freed, but its token is still valid.
-
-    `images` are those of which it computes tokens.
-
-    Of a prompt scorer: the last of its tokens scores the first `num_scored` of the prompt, if any.
-
-    With a recurrent state the entry begins with that of slot `state_start`, or with zeros if that
-    is None, and keeps those in `kept_states`, in ascending order.
-
-    Until it is added to a batch, `num_new_tokens` are the sequence's own, without drafts. When the
-    step has been applied, `num_accepted` of the drafts have become the sequence's.
-    """
+    """`num_new_tokens` tokens of `sequence`, starting at position `start`. The last of them are
+    `drafts`, after the sequence's own. The step has a logit row for each of the positions
+    `prompt_rows` of the prompt and samples `num_choices` tokens, each from the logits of the
+    previous position: one after the sequence's last token and one after each draft; 0 if the entry
+    ends before the sequence's last token. Of a constrained sequence `masks` are what each choice is
+    made from; without drafts they may be left out. `num_preemptions` is the sequence's value at
+    launch: if it has increased by the time the step is read, the entry's KV has been freed, but its
+    token is still valid. `images` are those of which it computes tokens. Of a prompt scorer: the
+    last of its tokens scores the first `num_scored` of the prompt, if any. With a recurrent state
+    the entry begins with that of slot `state_start`, or with zeros if that is None, and keeps those
+    in `kept_states`, in ascending order. Until it is added to a batch, `num_new_tokens` are the
+    sequence's own, without drafts. When the step has been applied, `num_accepted` of the drafts
+    have become the sequence's."""
 
     sequence: Sequence
     row: int
@@ -84,12 +75,12 @@ class BatchEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpanStep:
-    """Quanta of a span that a step computes before its tokens: `rows` of passes over the positions
-    [start, stop) of `sequence`.
+    """Work items of a span that a step computes before its tokens: `rows` of passes over the
+    positions [start, stop) of `sequence`.
 
     Args:
         images: of its tokens.
-        is_first: the first quantum is among them.
+        is_first: the first work item is among them.
         max_rows: of the runner's passes.
     """
 
@@ -127,12 +118,12 @@ class Batch:
         image_calls: encoding done before its tokens, of which there may then be none.
         image_load: what that computes.
         quanta_for: the sequences that images are encoded for, and that of `span`.
-        span: quanta of a span, computed before its tokens, of which there may then be none.
+        span: work items of a span, computed before its tokens, of which there may then be none.
         span_load: what these compute.
         images: that it reads or writes, pinned until it is read.
         preparing: one for each waiting request whose prompt begins to be scored, or whose next
             image begins to be encoded.
-        scored: what the prompt scorer computes beside it, as a step of its own; None for nothing.
+        scored: what the prompt scorer computes with it, as a step of its own; None for nothing.
         num_keys: that its tokens attend to (`StepLoad`).
         has_drafts: how far the sequences have got is known only when the step has been read.
         needs_masks: it samples tokens of constrained sequences, which their tokens so far decide.
@@ -185,17 +176,14 @@ class Batch:
 
     @property
     def has_quanta(self) -> bool:
-        """Whether it computes more than its tokens."""
         return bool(self.image_calls) or self.span is not None
 
     @property
     def has_side_work(self) -> bool:
-        """Whether its time is not that of its tokens alone."""
         return self.has_quanta or self.scored is not None
 
     def write_pages(self, sequence: Sequence, start: int, end: int, page_size: int) -> None:
-        """It writes the KV of a sequence's tokens [start, end); the pages of which the device does
-        not know yet are sent."""
+        """Writes the KV of tokens [start, end); sends pages that the device does not know."""
         table = sequence.page_table
         self.written_pages += table[start // page_size : (end - 1) // page_size + 1]
         if sequence.num_sent_pages < len(table):
@@ -204,7 +192,6 @@ class Batch:
             sequence.num_sent_pages = len(table)
 
     def send_pages(self, row: int, table: list[int], first: int) -> None:
-        """Sends the entries of a row's page table from the `first` on."""
         new = range(first, len(table))
         self.page_updates += [PageUpdate(row, index, table[index]) for index in new]
 

@@ -1,8 +1,6 @@
-"""Counter-based randomness: a draw's key depends only on request seed and absolute position.
-
-The sampler turns a key and a token id into noise on the device; see `backends.token_choice`.
-The mixing function is splitmix64's finaliser (Steele, Lea and Flood, 2014).
-"""
+"""Counter-based randomness: a draw's key depends only on request seed and absolute position. The
+sampler turns a key and a token id into noise on the device; see `backends.token_choice`. The mixing
+function is splitmix64's finaliser (Steele, Lea and Flood, 2014)."""
 
 import numpy as np
 import numpy.typing as npt
@@ -21,14 +19,13 @@ def draw_keys(
 
 
 def mix_seeds(seeds: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The position-independent part of `draw_keys`: [L]."""
+    """[L] The part of a key that does not depend on the position."""
     return _mix(seeds + _GOLDEN)
 
 
 def keys_of_mixed(
     mixed_seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int32]
 ) -> npt.NDArray[np.uint32]:
-    """`draw_keys` for the seeds that `mix_seeds` returned."""
     mixed = _mix(mixed_seeds + positions.astype(np.uint64) * _GOLDEN)
     keys = np.empty((len(mixed), 2), np.uint32)
     keys[:, 0] = mixed & _LOW_32
@@ -37,7 +34,6 @@ def keys_of_mixed(
 
 
 def derive_seed(engine_seed: int, request_id: int) -> int:
-    """The seed of a request without one, derived from the engine's seed and the request's id."""
     state = np.array([engine_seed], np.uint64) * _GOLDEN + np.uint64(request_id)
     return int(_mix(_mix(state))[0] >> np.uint64(1))
 

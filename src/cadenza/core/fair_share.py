@@ -1,10 +1,7 @@
-"""`FairShare`, whose turn it is among tenants, and `UnderShareTenants`, what they may preempt.
-
-By VTC (Sheng et al., arXiv 2401.00588): a counter of each tenant's service by its weight. While two
-tenants wait, their services differ by at most 2 max(w_p L, w_q M) + C: the costs of a prompt and an
-output token, the tokens of a prompt and of the pool, and the credit of a tenant that joins. No
-sequence of a tenant under its share is preempted for another's.
-"""
+"""`FairShare`: which tenant is next (VTC, Sheng et al., arXiv 2401.00588: service counters by
+weight), and `UnderShareTenants`: what they may preempt. While two tenants wait, their services
+differ by at most 2 max(w_p L, w_q M) + C: costs of a prompt and an output token, tokens of a prompt
+and the pool, the credit. No sequence of a tenant under its share is preempted for another's."""
 
 import heapq
 from collections import Counter, deque
@@ -19,8 +16,8 @@ from cadenza.core.step_cost import StepBound, StepCost, full_decode
 from cadenza.tenant import Tenant
 
 CREDIT_STEPS = 4
-"""A tenant may save up the cost of so many steps full of prompt tokens while it asks for less than
-its share: prompts that come close after one another then need not wait for other tenants' turns."""
+"""Steps full of prompt tokens that a tenant below its share may save up, so that close prompts need
+not wait for others."""
 
 MAX_COUNTERS = 1024
 """Above so many counters, those that a tenant would get anyway when it comes back are dropped."""
@@ -38,7 +35,7 @@ class ServiceCost:
 
 
 def measured_service_cost(cost: StepCost, num_rows: int) -> ServiceCost:
-    """In milliseconds: a prompt token beside others, and a row of a step in which all decode."""
+    """In milliseconds: a prompt token alongside others, and a row of a step in which all decode."""
     output_ms = cost.predict_ms(full_decode(num_rows)) / num_rows
     return ServiceCost(prompt=max(cost.token_ms, LEAST_PROMPT_COST * output_ms), output=output_ms)
 
@@ -52,10 +49,8 @@ def fair_share_of(bound: StepBound | None, limits: EngineLimits) -> "FairShare":
 
 
 class FairShare:
-    """The counters of one scheduler, which says what waits, starts and is launched.
-
-    `credit`: how far a tenant's counter may be below the others' when it joins.
-    """
+    """Counters of one scheduler's tenants; `credit`: how far a joining tenant's may be below the
+    others'."""
 
     def __init__(self, cost: ServiceCost | None = None, credit: float = 0.0) -> None:
         self._cost = cost or ServiceCost()
@@ -67,13 +62,11 @@ class FairShare:
 
     @property
     def waiting_names(self) -> Iterable[str]:
-        """The tenants of which sequences wait."""
         return self._num_waiting
 
     def join(self, tenant: Tenant) -> None:
-        """One more sequence of the tenant waits. If it is the only one, the counter is lifted to
-        the level, less the credit: nobody saves up more while asking for nothing.
-        """
+        """One more sequence waits; a first one lifts the counter to the level, less the credit, so
+        that idle tenants save up nothing."""
         name = tenant.name
         count = self._num_waiting.get(name, 0)
         if not count:
@@ -85,7 +78,6 @@ class FairShare:
         self._num_waiting[name] = count + 1
 
     def leave(self, tenant: Tenant) -> None:
-        """One sequence less of the tenant waits."""
         name = tenant.name
         self._num_waiting[name] -= 1
         if not self._num_waiting[name]:
@@ -100,8 +92,7 @@ class FairShare:
         self._charge(sequence.tenant, self._cost.prompt * num_tokens)
 
     def charge_outputs(self, entries: Iterable[BatchEntry]) -> None:
-        """A step is launched. A draft, or a token that was not sampled, costs as much as a prompt
-        token."""
+        """A draft, or a token that was not sampled, costs as much as a prompt token."""
         if len(self._counters) < 2:
             return
         for entry in entries:
@@ -116,21 +107,17 @@ class FairShare:
                 sequence.num_uncharged_tokens = 0
 
     def charge_ms(self, sequence: Sequence, milliseconds: float) -> None:
-        """Something else is computed for a sequence, where costs are milliseconds."""
         self._charge(sequence.tenant, milliseconds)
 
     def charge_tokens(self, sequence: Sequence, num_tokens: float) -> None:
-        """The same that takes as long as so many tokens of a prompt."""
         self._charge(sequence.tenant, self._cost.prompt * num_tokens)
 
     def in_turns(self, ordered: list[Sequence]) -> Iterable[Sequence]:
-        """Waiting sequences, the first of the tenant with the smallest counter next; each tenant's
-        stay in the order given. Counters that are charged between two of them count.
-        """
+        """Waiting sequences by their tenants' smallest counter, each tenant's in the order given;
+        charges in between count."""
         return ordered if len(self._num_waiting) < 2 else self._merged(ordered)
 
     def check_invariants(self, waiting: Iterable[Sequence]) -> None:
-        """Raises AssertionError if other sequences wait than were told."""
         found: dict[str, int] = {}
         for sequence in waiting:
             name = sequence.tenant.name
@@ -157,8 +144,7 @@ class FairShare:
             self._counters[tenant.name] = count + service / tenant.weight
 
     def _raise_level(self) -> None:
-        """To the smallest counter of those that wait. It never falls: a tenant that joins a credit
-        below it lowers it for nobody else."""
+        """To the smallest waiting counter; it never falls when a tenant joins a credit below it."""
         names = self._num_waiting or (self._last_left,)
         self._level = max(self._level, min(self._counters.get(name, 0.0) for name in names))
 
@@ -172,9 +158,8 @@ class FairShare:
 
 
 MAX_DISPLACEMENTS = 2
-"""A sequence that was preempted as often makes room for no other tenant; below
-`WHOLE_AFTER_PREEMPTIONS`, so that displacement alone never makes it wait for pages for complete
-outputs."""
+"""Below `WHOLE_AFTER_PREEMPTIONS`, so that this alone never makes a sequence wait for pages of
+complete outputs."""
 
 
 class UnderShareTenants:
@@ -188,7 +173,6 @@ class UnderShareTenants:
         self._total_weight = 0.0
 
     def open(self, tenant: Tenant) -> None:
-        """One more sequence of the tenant is open."""
         self._num_open[tenant.name] += 1
         self._total_open += 1
         if self._weights.get(tenant.name) != tenant.weight:
@@ -196,7 +180,6 @@ class UnderShareTenants:
             self._total_weight = sum(self._weights.values())
 
     def close(self, tenant: Tenant) -> None:
-        """A sequence of the tenant has ended."""
         name = tenant.name
         self._num_open[name] -= 1
         self._total_open -= 1
@@ -205,24 +188,21 @@ class UnderShareTenants:
             self._total_weight = sum(self._weights.values())
 
     def is_under_share(self, name: str) -> bool:
-        """Whether the tenant's open sequences fit its share of the rows in use, beside others."""
+        """Whether the tenant's open sequences fit its share of the rows in use."""
         if len(self._num_open) < 2 or name not in self._num_open:
             return False
         num_rows = min(self._limits.max_num_seqs, self._total_open)
         return self._num_open[name] <= self._share_of(name, num_rows)
 
     def has_any(self, names: Iterable[str]) -> bool:
-        """Whether one of the tenants is under its share."""
         return len(self._num_open) > 1 and any(map(self.is_under_share, names))
 
     def preemptable_for(
         self, sequence: Sequence, running: SequenceOf[Sequence], *, lacks_row: bool
     ) -> list[Sequence]:
-        """Running sequences that a waiting one may displace, which lacks a row, or else pages.
-
-        They are of tenants that have more than their share of what it lacks. There are none unless
-        its tenant is under its share and, with the sequence, within its share of the pages.
-        """
+        """Running sequences that a waiting one may preempt for a row or, else, for pages: of
+        tenants above their share. None unless its own tenant is under its share and, with it,
+        within its share of pages."""
         name = sequence.tenant.name
         if not self.is_under_share(name):
             return []
@@ -236,7 +216,6 @@ class UnderShareTenants:
         return self._above_share(running, lambda each: len(each.page_table), num_pages)
 
     def check_invariants(self, sequences: list[Sequence]) -> None:
-        """Raises AssertionError if other sequences are open than were told."""
         found = Counter(each.tenant.name for each in sequences)
         assert found == self._num_open, f"{found} are open, counted {self._num_open}"
 
@@ -256,5 +235,4 @@ class UnderShareTenants:
         ]
 
     def _share_of(self, name: str, total: int) -> float:
-        """Of `total` rows or pages, at least one."""
         return max(1.0, total * self._weights[name] / self._total_weight)

@@ -1,8 +1,6 @@
-"""`ImageCost`: how long quanta of encoding take, predicted from their operations.
-
-Owns the prediction and its correction by measured steps; `image_queue` spends the time. Invariant:
-rates are positive, and a step says most about what it consists of.
-"""
+"""`ImageCost`: how long work items of encoding take, predicted from their operations. Owns the
+prediction and its correction by measured steps; `image_queue` spends the time. Invariant: rates are
+positive, and a step says most about what it consists of."""
 
 from dataclasses import dataclass
 
@@ -21,7 +19,7 @@ SMALLEST_MS = 1e-15
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ImageWork:
-    """The quanta of an image's encoding, in order, and what each of them computes.
+    """The work items of an image's encoding, in order, and what each of them computes.
 
     Args:
         products, attention: [Q] operations of matrix products and of attention.
@@ -34,7 +32,6 @@ class ImageWork:
         return len(self.products)
 
     def load(self, start: int, stop: int) -> "ImageLoad":
-        """What the quanta [start, stop) compute."""
         return ImageLoad(
             num_quanta=stop - start,
             products=float(self.products[start:stop].sum()),
@@ -44,7 +41,7 @@ class ImageWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageLoad:
-    """Quanta, and their operations."""
+    """Work items, and their operations."""
 
     num_quanta: int = 0
     products: float = 0.0
@@ -63,10 +60,8 @@ NO_LOAD = ImageLoad()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageCost:
-    """Milliseconds of each quantum, and of each operation of either kind.
-
-    The defaults are those of a slow machine: what is planned with them is too little at first.
-    """
+    """Milliseconds of each work item and operation, by type. Defaults are a slow machine's: first
+    plans are small."""
 
     quantum_ms: float = 0.01
     product_ms: float = 5e-9
@@ -81,7 +76,7 @@ class ImageCost:
         )
 
     def num_within(self, work: ImageWork, start: int, most: int, left_ms: float) -> int:
-        """Quanta from `start` on, at most `most`, that take `left_ms`; may be 0."""
+        """Work items from `start` on, at most `most`, that take `left_ms`; may be 0."""
         stop = min(len(work), start + most)
         each = (
             self.quantum_ms
@@ -91,11 +86,8 @@ class ImageCost:
         return int(np.searchsorted(np.cumsum(each), left_ms, side="right"))
 
     def corrected(self, load: ImageLoad, text_ms: float, measured_ms: float) -> "ImageCost":
-        """After a step with `load` took `measured_ms`, of which its tokens were to take `text_ms`.
-
-        What is not as predicted is the encoding's, the more so the larger its part of the step; of
-        it a rate changes in proportion to its own part.
-        """
+        """After a step with `load` took `measured_ms`, its tokens `text_ms` of it. The error
+        changes encoding by its part of the step, and each rate by its own part."""
         predicted = self.predict_ms(load)
         ratio = min(MAX_RATIO, max(1 / MAX_RATIO, (measured_ms - text_ms) / predicted))
         weight = FIRST_CORRECTION if self.num_measured < NUM_FIRST else CORRECTION
@@ -114,15 +106,15 @@ class ImageCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredQuanta:
-    """Quanta that a step without tokens computed, and the milliseconds that it took."""
+    """Work items that a step without tokens computed, and the milliseconds that it took."""
 
     load: ImageLoad
     ms: float
 
 
 def fit_image_cost(measured: list[MeasuredQuanta]) -> ImageCost:
-    """The rates that measured steps imply: first of those without attention, then of what is left
-    of the others. Work that none of them had keeps the default rate."""
+    """Rates from measured steps: first those without attention, then the rest; work that none had
+    keeps its default."""
     cost = ImageCost()
     plain = [each for each in measured if not each.load.attention and each.load.products]
     plain = plain or [each for each in measured if each.load.products]

@@ -1,9 +1,7 @@
-"""`ImageQueue`: which image is encoded next, and how much of it a step encodes.
-
-A sequence is computed up to its first image that is not encoded, and starts when its next one is.
-Invariant: what a running sequence needs next is never evicted, and all else is for it; so a pool
-that holds the largest image of each request ends them all.
-"""
+"""`ImageQueue`: which image is encoded next, and how much of it a step encodes. A sequence is
+computed up to its first image that is not encoded, and starts when its next one is. Invariant: what
+a running sequence needs next is never evicted; so a pool that holds the largest image of each
+request completes them all."""
 
 from bisect import bisect_right
 from collections.abc import Callable
@@ -28,14 +26,13 @@ from cadenza.figures import Figure
 from cadenza.request import Attachment
 
 NUM_AHEAD = 8
-"""Waiting sequences, in the order in which they start, whose next images are encoded before they
-have a row; and those that the start of a step looks up again although they are not ready."""
+"""Waiting sequences, in start order, whose next images are encoded before they have a row."""
 
 MAX_QUANTA = 4096
 """Of a step."""
 
 FREE_QUANTA, FREE_QUANTA_ALONE = 32, 256
-"""Of a step whose time is not bounded: beside tokens, and without any."""
+"""Of a step whose time is not bounded: alongside tokens, and without any."""
 
 WorkOf = Callable[[Attachment], ImageWork]
 
@@ -44,7 +41,7 @@ _end_of = attrgetter("end")
 
 @dataclass(slots=True, eq=False)
 class _Encoding:
-    """The image that is being encoded, for a sequence; its first `num_done` quanta are launched."""
+    """The image being encoded for a sequence; its first `num_done` work items are launched."""
 
     sequence: Sequence
     attachment: Attachment
@@ -127,12 +124,11 @@ class ImageQueue(StepWork):
         self._sequences: dict[Sequence, None] = {}
         """Those with images that have not ended, in the order of arrival."""
         self._next: dict[Sequence, Attachment | None] = {}
-        """What waiting ones need next, as it was when they were last looked at."""
         self._encoding: _Encoding | None = None
         self._num_looked_up = 0
         self._is_turn_of_retried = False
         self._is_beside = False
-        """The step encodes beside its tokens; otherwise only if it has none."""
+        """The step encodes alongside its tokens; otherwise only if it has none."""
 
     @property
     def figures(self) -> tuple["ImageQueue", tuple[Figure["ImageQueue"], ...]]:
@@ -140,7 +136,7 @@ class ImageQueue(StepWork):
 
     @property
     def encoding_for(self) -> Sequence | None:
-        """The sequence of the image of which some quanta are launched, but not all."""
+        """The sequence of the image of which some work items are launched, but not all."""
         current = self._encoding
         return None if current is None or not current.num_done else current.sequence
 
@@ -149,7 +145,7 @@ class ImageQueue(StepWork):
             self._sequences[sequence] = None
 
     def remove(self, sequence: Sequence) -> None:
-        """A sequence has ended. An image that is being encoded for nobody else is given up."""
+        """Also gives up an image that is encoded for no other sequence."""
         if self._sequences.pop(sequence, 0) is not None:
             return
         self._next.pop(sequence, None)
@@ -167,8 +163,7 @@ class ImageQueue(StepWork):
         self.slots.forget_all()
 
     def reachable(self, sequence: Sequence, start: int) -> int:
-        """Up to which of its tokens a sequence can be computed from `start` on: all before the
-        first image that is not encoded."""
+        """The end of the tokens before the first image, from `start` on, that is not encoded."""
         attachments = sequence.request.attachments
         if not attachments:
             return sequence.num_tokens
@@ -178,7 +173,6 @@ class ImageQueue(StepWork):
         return sequence.num_tokens
 
     def can_go_on(self, sequence: Sequence) -> bool:
-        """Whether the next token of a running sequence can be computed."""
         start = sequence.num_computed_tokens
         return not sequence.request.attachments or self.reachable(sequence, start) > start
 
@@ -191,7 +185,7 @@ class ImageQueue(StepWork):
         return replace(part, num_left=self.reachable(sequence, part.start) - part.start)
 
     def wait_reason(self, sequence: Sequence) -> WaitReason | None:
-        """Only of those behind the first `NUM_AHEAD` that a step has looked up."""
+        """Only of those after the first `NUM_AHEAD` that a step has looked up."""
         if not sequence.request.attachments or not self._lacks(sequence, self._next.get(sequence)):
             return None
         self._num_looked_up += 1
@@ -215,8 +209,6 @@ class ImageQueue(StepWork):
     def _seen(
         self, batch: Batch, sequence: Sequence, start: int, end: int
     ) -> tuple[SeenImage, ...]:
-        """The images of a sequence's tokens [start, end), which are encoded and used now; pinned
-        until the step is read."""
         found = self._images_of(batch, sequence, start, end)
         for each, image in found:
             self.slots.touch(image)
@@ -229,7 +221,7 @@ class ImageQueue(StepWork):
     def _images_of(
         self, batch: Batch, sequence: Sequence, start: int, end: int
     ) -> tuple[SeenImage, ...]:
-        """The same of tokens whose images were used in an earlier step."""
+        """The same for tokens whose images were used in an earlier step."""
         found: list[SeenImage] = []
         attachments = sequence.request.attachments
         for each in attachments[bisect_right(attachments, start, key=_end_of) :]:
@@ -243,11 +235,8 @@ class ImageQueue(StepWork):
         return tuple(found)
 
     def begin(self, plan: StepPlan) -> None:
-        """Begins an image before the step's tokens are known.
-
-        Images of a retried sequence, whose steps are its own, are encoded without tokens, and every
-        other step is for the rest.
-        """
+        """Before the step's tokens are known. A retried sequence's images are encoded without
+        tokens."""
         self._is_beside = False
         if not self._sequences:
             return
@@ -276,7 +265,7 @@ class ImageQueue(StepWork):
         return self._begin(plan, may_evict_next=not plan.running)
 
     def fill(self, plan: StepPlan, batch: Batch) -> None:
-        """Quanta of as many images as there is time for."""
+        """Work items of as many images as there is time for."""
         if not self._sequences:
             return
         self._see(batch)
@@ -299,8 +288,8 @@ class ImageQueue(StepWork):
             batch.span = replace(span, images=images)
 
     def _encode_current(self, batch: Batch, left_ms: float | None) -> bool:
-        """Adds quanta of the image that is being encoded: what takes `left_ms`, and at least one;
-        without a bound a fixed number. Returns whether the image is encoded then."""
+        """What takes `left_ms`, at least one item; a fixed number without a bound. Returns whether
+        the image is done."""
         current = self._encoding
         assert current is not None, "no image is being encoded"
         start, work = current.num_done, current.work
@@ -352,7 +341,6 @@ class ImageQueue(StepWork):
         return self.cost.predict_ms(batch.image_load) if batch.image_calls else 0.0
 
     def slot_counts(self) -> ImageSlotCounts:
-        """Slots by state."""
         needed = self._next_of_running() | self._next_of_waiting()
         return self.slots.counts(needed.__contains__)
 
@@ -403,7 +391,6 @@ class ImageQueue(StepWork):
         return True
 
     def _awaiting(self, key: ImageKey) -> list[Preparing]:
-        """The waiting requests that need the image of a key next."""
         ids = {
             sequence.request_id: None
             for sequence, needed in self._next.items()
@@ -422,7 +409,7 @@ class ImageQueue(StepWork):
         return found
 
     def _blocked_waiting(self, plan: StepPlan) -> list[tuple[Sequence, Attachment]]:
-        """The same of the first `NUM_AHEAD` waiting ones that do not wait for something else."""
+        """The same for the first `NUM_AHEAD` waiting ones that do not wait for something else."""
         if all(each.status is SequenceStatus.RUNNING for each in self._sequences):
             return []
         found: list[tuple[Sequence, Attachment]] = []
@@ -438,7 +425,7 @@ class ImageQueue(StepWork):
         return found
 
     def _look_up(self, sequence: Sequence) -> Attachment | None:
-        """What a sequence needs next behind what it has, or would find in the prefix cache."""
+        """What a sequence needs next after what it has, or would find in the prefix cache."""
         if not sequence.request.attachments:
             return None
         if sequence.status is SequenceStatus.RUNNING:
@@ -466,7 +453,6 @@ class ImageQueue(StepWork):
         }
 
     def _other_in_need(self, key: ImageKey) -> Sequence | None:
-        """A sequence that still has to compute tokens of the image of a key."""
         for sequence in self._sequences:
             start = sequence.num_computed_tokens
             for each in sequence.request.attachments:
@@ -485,8 +471,7 @@ class ImageQueue(StepWork):
         batch.images += images
 
     def _charge(self, current: _Encoding, load: ImageLoad, *, is_bounded: bool) -> None:
-        """The tenant that the image is encoded for pays by time, or by tokens where no time is
-        known."""
+        """The tenant pays by time, or by tokens where no time is known."""
         if is_bounded:
             self._fair_share.charge_ms(current.sequence, self.cost.predict_ms(load))
         else:
@@ -495,7 +480,6 @@ class ImageQueue(StepWork):
 
 
 def _next_of(sequence: Sequence, start: int) -> Attachment | None:
-    """The first attachment of which tokens from `start` on are to be computed."""
     attachments = sequence.request.attachments
     index = bisect_right(attachments, start, key=_end_of)
     return attachments[index] if index < len(attachments) else None

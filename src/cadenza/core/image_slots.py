@@ -1,8 +1,6 @@
-"""`ImageSlots`: where the embeddings of images are on the device, a slot for each placeholder.
-
-Owns which slots an encoded image has, found by the salt of its request and its digest. Invariant: a
-slot is free or of one image; none of an image that is pinned, or not yet encoded, is given away.
-"""
+"""`ImageSlots`: where the embeddings of images are on the device, a slot for each placeholder. Owns
+which slots an encoded image has, found by the salt of its request and its digest. Invariant: a slot
+is free or of one image; none of an image that is pinned, or not yet encoded, is given away."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
@@ -12,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 
 ImageKey = tuple[str, bytes]
-"""A salt and a digest."""
 
 
 @dataclass(slots=True, eq=False)
@@ -37,11 +34,8 @@ class EncodedImage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageSlotCounts:
-    """Slots by state; the sum is their number.
-
-    `live` ones belong to images that are being encoded, that a launched step reads, or that a
-    sequence reads next.
-    """
+    """Slots by state, which sum up to their number; `live`: being encoded, in a launched step, or
+    read next."""
 
     free: int
     cached: int
@@ -72,10 +66,8 @@ class ImageSlots:
     def try_allocate(
         self, key: ImageKey, count: int, is_needed: Callable[[ImageKey], bool]
     ) -> EncodedImage | None:
-        """Slots for an image that is to be encoded; None if there are too few.
-
-        Images that are ready, unpinned and not needed are evicted for it, as many as it takes.
-        """
+        """None if there are too few, even after evicting images that are ready, unpinned and not
+        needed."""
         assert key not in self._images, "an image has slots already"
         if count > len(self._free):
             missing, evicted = count - len(self._free), list[EncodedImage]()
@@ -94,12 +86,10 @@ class ImageSlots:
         return image
 
     def touch(self, image: EncodedImage) -> None:
-        """It is used: the others are older."""
         if not image.is_dropped:
             self._images.move_to_end(image.key)
 
     def pin(self, images: Iterable[EncodedImage]) -> None:
-        """Prevents the reuse of their slots until a launched step has been read."""
         for image in images:
             image.num_pins += 1
 
@@ -112,7 +102,6 @@ class ImageSlots:
                 self._free += image.slots.tolist()
 
     def drop(self, image: EncodedImage) -> None:
-        """Removes an image; it is encoded again when somebody needs it."""
         del self._images[image.key]
         image.is_dropped = True
         if image.num_pins:
@@ -126,7 +115,6 @@ class ImageSlots:
             self.drop(image)
 
     def counts(self, is_needed: Callable[[ImageKey], bool]) -> ImageSlotCounts:
-        """Counts by state."""
         cached = sum(
             len(image.slots)
             for image in self._images.values()
@@ -141,7 +129,6 @@ class ImageSlots:
         return list(self._free)
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if a slot is lost, or belongs to two images."""
         held = [*self._images.values(), *self._leaving]
         slots = [slot for image in held for slot in image.slots.tolist()]
         assert sorted([*slots, *self._free]) == list(range(self.num_slots)), (

@@ -1,9 +1,7 @@
 """`KVCacheManager`: allocates pages to sequences, shares cached prefixes, publishes full pages.
-
 Owns the page pool, the prefix cache and, for a model with recurrent state, the slots of states.
 Invariants: a sequence's page table covers all its computed tokens; a page, or a snapshot of a
-state, is published only after the step that made it has succeeded with finite logits.
-"""
+state, is published only after the step that made it has succeeded with finite logits."""
 
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
@@ -31,9 +29,9 @@ from cadenza.events import CacheMiss
 
 
 class MissingPages(NamedTuple):
-    """What a waiting sequence could take from a store: the pages of `keys` behind its first
-    `num_before` pages, which are in the prefix cache. Behind the last of these are no snapshots of
-    a recurrent state, as far back as `bare_keys` go, which are those of the last of them."""
+    """What a waiting sequence could take from a store: pages `keys` after its first `num_before`,
+    which are cached; and snapshots of these back to `bare_keys`, the last of them, which have
+    none."""
 
     num_before: int
     keys: list[bytes]
@@ -41,11 +39,9 @@ class MissingPages(NamedTuple):
 
 
 class PageStore(Protocol):
-    """Keeps pages beyond the pool, by their keys, which stand for the same prefix in all processes.
-
-    Its pages enter the prefix cache only through `KVCacheManager.install`, under a key that their
-    content was stored under.
-    """
+    """Keeps pages beyond the pool by their keys, which mean the same prefix in all processes. Pages
+    enter the prefix cache only through `KVCacheManager.install`, under the key they were stored
+    under."""
 
     def is_reading(
         self, sequence: Sequence, now_s: float, missing: Callable[[], MissingPages]
@@ -64,16 +60,12 @@ class PageStore(Protocol):
         """A page of prompt tokens was published or found; it may be stored while it is cached."""
         ...
 
-    def keep_state(self, key: bytes, slot: int) -> None:
-        """The same of the snapshot behind the page of a key."""
-        ...
+    def keep_state(self, key: bytes, slot: int) -> None: ...
 
 
 class KVCacheManager:
-    """The pages of one engine within `limits`; `secret` keys the prefix cache's hashes.
-
-    `num_prefix_waits` counts sequences that have waited for pages that others computed.
-    """
+    """Pages of one engine; `secret` keys the hashes, `num_prefix_waits` counts waits for others'
+    pages."""
 
     def __init__(
         self,
@@ -100,19 +92,15 @@ class KVCacheManager:
 
     @property
     def states(self) -> RecurrentStates | None:
-        """The slots of recurrent states; None for a model without."""
         return None if self.sequence_states is None else self.sequence_states.slots
 
     def num_pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
 
     def find_prefix(self, sequence: Sequence) -> Prefix:
-        """The part of a sequence whose KV exists; excludes at least its last token.
-
-        A sibling's computed prompt if there is one, otherwise the longest cached prefix, of a model
-        with recurrent state the longest behind which there is a snapshot; empty while the sequence
-        needs logit rows of its prompt.
-        """
+        """The part of a sequence whose KV exists, without its last token: a sibling's prompt, else
+        the longest cached prefix (with a snapshot, for recurrent models); empty while logit rows of
+        its prompt are needed."""
         source = sequence.fork_source
         if source is not None:
             return self._fork(source)
@@ -147,8 +135,6 @@ class KVCacheManager:
         )
 
     def _find_pages(self, sequence: Sequence) -> tuple[tuple[int, ...], int]:
-        """The pages of the longest cached prefix that a sequence may share, and the serial of the
-        last one; none while it needs logit rows of its prompt."""
         if self.prefix_cache is None or sequence.needs_prompt_rows:
             return (), ROOT
         return self.prefix_cache.find(
@@ -160,8 +146,8 @@ class KVCacheManager:
     def misses_of(
         self, sequence: Sequence, prefix: Prefix
     ) -> tuple[PrefixMisses, CacheMiss | None]:
-        """Why the prompt of a sequence that is about to start is not all in `prefix`, and where the
-        look-up ended before the last page that could be shared; None if it did not."""
+        """Why the prompt of a starting sequence is not all in `prefix`, and where the look-up
+        ended, if early."""
         misses, num_tokens = no_misses(), sequence.num_prompt_tokens
         num_missing = num_tokens - prefix.num_cached_tokens
         if sequence.needs_prompt_rows:
@@ -203,7 +189,6 @@ class KVCacheManager:
         return sequence.page_keys
 
     def is_prefix_coming(self, sequence: Sequence) -> bool:
-        """Whether a waiting sequence should wait for pages that a running one is computing."""
         in_flight = self.in_flight_prefixes
         if not len(in_flight) or sequence.needs_prompt_rows:
             return False
@@ -227,7 +212,6 @@ class KVCacheManager:
         return self.sequence_states.is_saving(self.find_prefix(sequence), num_shared, coming)
 
     def is_being_read(self, sequence: Sequence, now_s: float) -> bool:
-        """Whether a waiting sequence should wait for pages that a store has."""
         store = self.page_store
         if store is None or self.prefix_cache is None or sequence.needs_prompt_rows:
             return False
@@ -238,8 +222,6 @@ class KVCacheManager:
         return store.is_reading(sequence, now_s, lambda: self._missing_pages(sequence))
 
     def _missing_pages(self, sequence: Sequence) -> MissingPages:
-        """What a waiting sequence could share and is not in the prefix cache; nothing of a sample
-        that starts from another one."""
         if sequence.fork_source is not None:
             return MissingPages(0, [], [])
         found = self._find_pages(sequence)[0]
@@ -256,7 +238,7 @@ class KVCacheManager:
     ) -> int:
         """Adds pages of a waiting sequence from a store to the prefix cache; returns how many.
 
-        They are the `count` pages behind its first `first` pages. Pages that are cached by now are
+        They are the `count` pages after its first `first` pages. Pages that are cached by now are
         left out; none is added if those before are not, or if too few pages are free or cached.
 
         Args:
@@ -285,7 +267,7 @@ class KVCacheManager:
     def install_state(
         self, sequence: Sequence, num_pages: int, write: Callable[[int], bool]
     ) -> bool:
-        """Adds the snapshot behind the first `num_pages` pages of a waiting sequence from a store;
+        """Adds the snapshot after the first `num_pages` pages of a waiting sequence from a store;
         False if these are not in the prefix cache, or it cannot be added.
 
         Args:
@@ -342,8 +324,7 @@ class KVCacheManager:
             store.keep_state(sequence.page_keys[num_found - 1], prefix.state_slot)
 
     def place(self, batch: Batch) -> None:
-        """Names the pages and the slots of states that a step's entries write; `unpin` them when it
-        has been read."""
+        """Sets the pages and state slots that a step writes; `unpin` them when it was read."""
         states = self.sequence_states
         for entry in batch.entries:
             sequence, start = entry.sequence, entry.start
@@ -356,12 +337,11 @@ class KVCacheManager:
             batch.write_pages(sequence, start, end, self.page_size)
 
     def settle_drafts(self, sequence: Sequence) -> None:
-        """After a step with drafts was read: keeps the state behind the accepted ones."""
+        """After a step with drafts was read: keeps the state after the accepted ones."""
         if self.sequence_states is not None:
             self.sequence_states.settle(sequence)
 
     def pin(self, page_ids: Iterable[int]) -> None:
-        """Prevents the reuse of pages while a launched step writes them."""
         self.pool.pin(page_ids)
 
     def unpin(self, page_ids: Iterable[int], state_slots: Iterable[int]) -> None:
@@ -377,8 +357,8 @@ class KVCacheManager:
         return self.pool.num_pinned > 0 or is_state_pinned
 
     def try_grow(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Extends the page table to `num_tokens` tokens, with a slot for the state behind them;
-        False if too few pages are there or left of the tenant's quota."""
+        """Extends the page table, with a slot for the state; False if pages, or the tenant's quota,
+        run out."""
         states = self.sequence_states
         if states is not None and not states.try_reserve(sequence):
             return False
@@ -395,8 +375,8 @@ class KVCacheManager:
         return True
 
     def grow_behind(self, sequence: Sequence, num_tokens: int, count: int) -> int:
-        """Pages for `count` drafts more than `num_tokens`, and slots for their states, or for as
-        many as there are some for; returns their number."""
+        """Pages and state slots for up to `count` drafts more than `num_tokens`; returns how many
+        there are."""
         if count and self.sequence_states is not None:
             count = self.sequence_states.reserve_drafts(sequence, count)
         if not count or self.try_grow(sequence, num_tokens + count):
@@ -404,7 +384,6 @@ class KVCacheManager:
         return len(sequence.page_table) * self.page_size - num_tokens
 
     def exceeds_quota(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Whether pages for `num_tokens` tokens are more than is left of the tenant's quota."""
         missing = -(-num_tokens // self.page_size) - len(sequence.page_table)
         return missing > self.page_quotas.num_left(sequence.tenant)
 
@@ -438,8 +417,7 @@ class KVCacheManager:
         sequence.rewind()
 
     def _known_pages(self, sequence: Sequence) -> list[int]:
-        """The pages of a sequence, and in place of those that it has computed although they were in
-        the prefix cache, these."""
+        """The sequence's pages, or the cached ones with the same content."""
         known = list(sequence.page_table)
         if self.prefix_cache is not None:
             keys = sequence.page_keys[: sequence.num_published_pages]
@@ -449,8 +427,8 @@ class KVCacheManager:
         return known
 
     def take_copies(self, started: Iterable[Sequence]) -> list[PageCopy]:
-        """The page copies of sequences in the order of their starts, to make before the next step,
-        whether they have a share of it or not: later a copied page may be another one's."""
+        """In start order, made before the next step even if they have no part in it: the source
+        page may be reused later."""
         copies: list[PageCopy] = []
         for sequence in started:
             if sequence.page_copy is not None:
@@ -494,7 +472,6 @@ class KVCacheManager:
         self.in_flight_prefixes.remove(sequence)
 
     def _keep(self, key: bytes) -> None:
-        """Leaves the cached page of a key to the store; another sequence's may have come first."""
         assert self.prefix_cache is not None
         page_id = self.prefix_cache.page_of(key)
         if self.page_store is not None and page_id is not None:
@@ -503,10 +480,8 @@ class KVCacheManager:
     def _add_to_cache(
         self, sequence: Sequence, index: int, page_id: int, serial: int, page_class: PageClass
     ) -> int | None:
-        """Adds page `index` of a sequence, behind the page with `serial`, to the prefix cache.
-
-        Returns its serial; None after a key collision, or if the tenant's quota is in use.
-        """
+        """Returns the page's serial; None after a key collision, or if the tenant's quota is in
+        use."""
         assert self.prefix_cache is not None
         key, tenant = sequence.page_keys[index], sequence.tenant
         is_known = self.prefix_cache.page_of(key) is not None
@@ -525,7 +500,6 @@ class KVCacheManager:
         self.pool.forget_cached()
 
     def check_invariants(self, sequences: SequenceOf[Sequence]) -> None:
-        """Raises AssertionError if reference counts and page tables disagree."""
         self.pool.check_invariants()
         holds: dict[int, int] = {}
         for sequence in sequences:

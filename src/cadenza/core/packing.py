@@ -1,9 +1,6 @@
-"""`Packer`: converts a `Batch` of sequences to the flat, padded arrays of `ModelInputs`.
-
-Owns arrays of the per-row state that persists between steps: written when it changes, gathered for
-each step. Invariant: the work per step grows with its tokens and new pages, not with
-`max_model_len`. Legend as in `core.step_schema`; B entries of a batch.
-"""
+"""`Packer`: converts a `Batch` to the flat, padded arrays of `ModelInputs`; keeps per-row state
+between steps. Invariant: the work per step grows with its tokens and new pages, not with
+`max_model_len`. Legend as in `core.step_schema`; B entries of a batch."""
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
@@ -32,10 +29,8 @@ IndexArray = npt.NDArray[np.intp]
 
 
 class Packer:
-    """Packs batches within `limits`, of sequences over a vocabulary of `vocab_size` tokens.
-
-    `window` is that of the model's layers with a window, for prompts that are thinned out.
-    """
+    """Packs batches within `limits`; `window` is that of the model's window layers, for pruned
+    prompts."""
 
     def __init__(self, limits: EngineLimits, vocab_size: int, window: int | None = None) -> None:
         max_num_seqs = limits.max_num_seqs
@@ -60,7 +55,6 @@ class Packer:
         self._occupant = [None] * self._num_rows
 
     def forget_row(self, row: int) -> None:
-        """The same for one row."""
         self._occupant[row] = None
 
     def pack(self, batch: Batch, bucket: int, *, masks_follow: bool = False) -> ModelInputs:
@@ -116,7 +110,6 @@ class Packer:
         return tuple(calls)
 
     def _pack_rows(self, step_id: int, span: SpanStep, first: int, end: int) -> ModelInputs:
-        """Rows of a span as the tokens of a step."""
         start, count = span.start + first, end - first
         entry = BatchEntry(span.sequence, span.row, start, count, 0, 0, images=span.images)
         part = Batch(step_id)
@@ -137,11 +130,8 @@ class Packer:
             _write_rope_positions(inputs, batch)
 
     def late_masks(self, batch: Batch) -> tuple[MaskUpdate, ...]:
-        """The masks of a batch that was packed without them, once the steps before it are read.
-
-        Sequences that these have ended, or whose next token is known, get none: nobody looks at
-        what they choose.
-        """
+        """Masks of a batch packed without them, once the steps before it are read; none for
+        sequences that have ended or whose next token is known."""
         assert not batch.has_drafts, "drafts are tried on masks that are known"
         updates: list[MaskUpdate] = []
         for entry in batch.entries:
@@ -155,7 +145,6 @@ class Packer:
     def _write_tokens(
         self, inputs: ModelInputs, batch: Batch, rows: IndexArray, starts: Int32Array
     ) -> None:
-        """Writes token ids, positions and KV slots, and the rows' query and KV lengths."""
         tokens, count, size = inputs.tokens, batch.num_tokens, self._page_size
         lengths = np.array([entry.num_new_tokens for entry in batch.entries], np.int32)  # [B]
         query_ends = inputs.rows.query_starts[1:]
@@ -198,7 +187,6 @@ class Packer:
         self._settings.write(inputs, slice(first, count), choice_rows)
 
     def _set_rows(self, batch: Batch) -> tuple[RuleUpdate, ...]:
-        """Stores the data of sequences in new rows; returns the rules to send to the device."""
         updates: list[RuleUpdate] = []
         for entry in batch.entries:
             row, sequence = entry.row, entry.sequence
@@ -218,11 +206,8 @@ class Packer:
         return tuple(updates)
 
     def _write_masks(self, inputs: ModelInputs, batch: Batch) -> tuple[MaskUpdate, ...]:
-        """The masks of constrained rows that sample tokens, where they differ from the last.
-
-        The first is put into the row's own record. Others are of this step only: each has a record
-        behind the rows', which the logit rows that it is for are written to name.
-        """
+        """Masks of constrained rows where they differ from the last: the first in the row's own
+        record, others, of this step only, in records after the rows', named by its logit rows."""
         updates: list[MaskUpdate] = []
         index, num_records = batch.num_prompt_rows, self._num_rows
         for entry in batch.entries:
@@ -243,7 +228,6 @@ class Packer:
         return tuple(updates)
 
     def _replace_mask(self, row: int, sequence: Sequence, allowed: bytes) -> list[MaskUpdate]:
-        """The update of the row's own record, if its mask is another one."""
         # A draft model with the same device state writes masks into the row's record, too.
         if sequence.drafting is None and allowed == self._masks[row]:
             return []
@@ -251,7 +235,6 @@ class Packer:
         return [MaskUpdate(row, row, self._mask_of(sequence, allowed))]
 
     def _mask_of(self, sequence: Sequence, allowed: bytes) -> Int32Array:
-        """What a constraint allows, among the sequence's own allowed tokens."""
         mask = self._rule_layout.read_mask(allowed)
         own = sequence.params.allowed_token_ids
         return mask if own is None else mask & self._rule_layout.mask_of(np.array(own))
@@ -284,7 +267,6 @@ def _count_up(starts: Int32Array, lengths: Int32Array, total: int) -> Int32Array
 
 
 def _write_images(inputs: ModelInputs, batch: Batch, token_id: int) -> None:
-    """Writes which slots have the embeddings of placeholders."""
     if not batch.has_images:
         return
     for entry in batch.entries:
@@ -295,7 +277,6 @@ def _write_images(inputs: ModelInputs, batch: Batch, token_id: int) -> None:
 
 
 def _placed(entry: BatchEntry, seen: SeenImage, token_id: int) -> tuple[IndexArray, Int32Array]:
-    """The positions of an image's placeholders in an entry, and the slot of each."""
     span, slots = seen.attachment, seen.image.slots
     if len(slots) == span.length:
         places = np.arange(span.start, span.end)
@@ -307,7 +288,6 @@ def _placed(entry: BatchEntry, seen: SeenImage, token_id: int) -> tuple[IndexArr
 
 
 def _write_states(inputs: ModelInputs, batch: Batch) -> None:
-    """Writes where the rows' recurrent states begin, and the slots of those that are kept."""
     rows, slots = inputs.rows, inputs.tokens.state_slots
     for entry in batch.entries:
         if entry.state_start is not None:
@@ -318,7 +298,6 @@ def _write_states(inputs: ModelInputs, batch: Batch) -> None:
 
 
 def _write_reaches(inputs: ModelInputs, batch: Batch) -> None:
-    """Writes the last position of their span for tokens that see all of it."""
     for entry in batch.entries:
         offset = inputs.rows.query_starts[entry.row] - entry.start
         for start, stop in entry.sequence.whole_spans:
@@ -339,8 +318,8 @@ def _write_rope_positions(inputs: ModelInputs, batch: Batch) -> None:
 
 
 def _write_indices(inputs: ModelInputs, batch: Batch, window: int | None) -> None:
-    """Writes where tokens of prompts that are thinned out stand: their rope positions, and the
-    first token of each that layers with a window show."""
+    """Rope positions of pruned prompts' tokens, and the first token that window layers show
+    each."""
     for entry in batch.entries:
         kept = entry.sequence.kept
         if kept is None or not kept.num_skipped:
@@ -355,8 +334,8 @@ def _write_indices(inputs: ModelInputs, batch: Batch, window: int | None) -> Non
 
 
 def _write_prompt_rows(inputs: ModelInputs, batch: Batch) -> None:
-    """Writes the logit rows of prompts, without sampling settings: those for log probabilities have
-    targets, those of pooled sequences choose a token that nobody reads."""
+    """Rows for log probabilities have targets; those of pooled sequences sample a token that is
+    never read."""
     logits, stop = inputs.logits, 0
     for entry in batch.entries:
         positions = entry.prompt_rows

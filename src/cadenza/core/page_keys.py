@@ -1,9 +1,6 @@
-"""`PageKeys`: the keys of pages of KV; `PrefixDigest`: which of them an engine holds.
-
-A key is a hash of the previous page's key and the page's content, keyed with a secret and starting
-from the tenant's salt. Invariants: engines and front ends with one secret have one key for one
-prefix of a tenant; a digest's changes, applied in order, give exactly its keys.
-"""
+"""`PageKeys`: keys of KV pages, chained hashes with a secret and the tenant's salt; `PrefixDigest`:
+which keys an engine holds. Invariants: engines and front ends with one secret agree on the key of a
+tenant's prefix; a digest's changes, applied in order, give exactly its keys."""
 
 import hashlib
 from array import array
@@ -25,7 +22,7 @@ Mark = tuple[int, bytes]
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """What a sequence's KV is computed from; `kept` of a prompt that is thinned out."""
+    """What a sequence's KV is computed from; `kept` of a pruned prompt."""
 
     token_ids: SequenceOf[int]
     attachments: tuple[Attachment, ...] = ()
@@ -33,7 +30,6 @@ class Content:
     kept: KeptTokens | None = None
 
     def page(self, index: int, size: int) -> "PageContent":
-        """The content of page `index`; a page has `size` tokens."""
         start, end = index * size, (index + 1) * size
         token_ids = tuple(self.token_ids[start:end])
         if self.is_displaced(end):
@@ -53,16 +49,16 @@ class Content:
 @dataclass(frozen=True, slots=True)
 class PageContent:
     """A full page's tokens and the attachments that overlap it. `indices` are those of its tokens,
-    none if they are their positions: so a page before the first gap of a prompt that is thinned
-    out is that of the whole prompt, and none behind it is."""
+    none if they are their positions: so a page before the first gap of a pruned prompt is that of
+    the whole prompt, and none after it is."""
 
     token_ids: tuple[int, ...]
     marks: tuple[Mark, ...] = ()
     indices: tuple[int, ...] = ()
 
     def num_common(self, other: "PageContent") -> int:
-        """Tokens up to which two pages are equal; an attachment differs from its start on, and
-        nothing is equal where tokens have other indices."""
+        """Tokens up to which two pages are equal: none where indices differ; an attachment differs
+        from its start on."""
         if self.indices != other.indices:
             return 0
         pairs = zip(self.token_ids, other.token_ids, strict=False)
@@ -79,20 +75,17 @@ class PageKeys:
         self.secret = secret
 
     def extend(self, keys: list[bytes], content: Content) -> None:
-        """Appends the missing keys of the full pages of `content` to `keys`."""
         size = self.page_size
         for index in range(len(keys), len(content.token_ids) // size):
             parent = keys[-1] if keys else self.root(content.salt)
             keys.append(self.chain(parent, content.page(index, size)))
 
     def root(self, salt: str) -> bytes:
-        """What stands in front of the first page."""
         return hashlib.blake2b(
             salt.encode(), key=self.secret, digest_size=KEY_BYTES, person=b"cadenza-root"
         ).digest()
 
     def chain(self, parent: bytes, page: PageContent) -> bytes:
-        """The key of a page behind the one with the key `parent`."""
         key = hashlib.blake2b(parent, key=self.secret, digest_size=KEY_BYTES)
         key.update(array("q", page.token_ids).tobytes())
         for start, digest in page.marks:
@@ -158,10 +151,8 @@ class PrefixDigest:
 
 
 def short_keys(keys: Iterable[bytes]) -> tuple[bytes, ...]:
-    """As a digest has them."""
     return tuple(key[:SHORT_BYTES] for key in keys)
 
 
 def split_keys(joined: bytes) -> list[bytes]:
-    """The keys of a `DigestChange`."""
     return [joined[at : at + SHORT_BYTES] for at in range(0, len(joined), SHORT_BYTES)]

@@ -1,8 +1,7 @@
 """`PagePool`: allocates the pages of the KV cache; `EvictionOrder`: which cached one goes first.
-
 Invariants: free + cached + live + pinned = total (*live*: referenced; *pinned*: a launched step
-writes it; *cached*: in the prefix cache); the newest quarter goes last, and no lead keeps a page.
-"""
+writes it; *cached*: in the prefix cache); the newest quarter goes last, and no lead keeps a
+page."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
@@ -15,15 +14,13 @@ NEWEST_PARTS = 4
 """The newest pages are one in so many."""
 
 ROUNDS = 4
-"""By how many pools of evictions a shared page counts as used later than it was, and one that
-hardly anybody can use as used earlier."""
+"""By how many pools of evictions a shared page ages later, and one that few can use earlier."""
 
 
 class PageClass(IntEnum):
     """What a page is worth: it is a state from which its conversation has gone on; holds tokens
-    behind a gap of a prompt that is thinned out, which only the same prompt can share; generated
-    tokens that no request has found; those of a prompt; or those behind which several requests
-    went on."""
+    after a gap of a pruned prompt, which only the same prompt can share; generated tokens that no
+    request has found; those of a prompt; or those after which several requests went on."""
 
     PASSED = 0
     SPARSE = 1
@@ -33,12 +30,8 @@ class PageClass(IntEnum):
 
 
 class Reuse:
-    """How many pages of a class were found by a request, and how many were evicted instead.
-
-    Generated tokens are found where the next turn has them, and never where it has only the answer
-    without the thoughts; of states, those behind prompts are found where the others are not. Counts
-    of what is long past are halved, again and again, so that they follow the traffic.
-    """
+    """How many pages of a class a request found, and how many were evicted instead. Old counts are
+    halved repeatedly, so that they follow the traffic."""
 
     def __init__(self, num_pages: int) -> None:
         self._most = 8 * max(1, num_pages)
@@ -52,8 +45,8 @@ class Reuse:
         self._count(self._lost, page_class)
 
     def lag(self, page_class: PageClass, other: PageClass, most: int) -> int:
-        """`most`, if pages of a class are never found, down to 0 if they are found at least half as
-        often as those of another class; 0 while nothing is known of either."""
+        """From `most`, if pages of a class are never found, down to 0 at half the other class's
+        share, or if nothing is known."""
         found, num = self._found[page_class], self._found[page_class] + self._lost[page_class]
         other_found, other_num = self._found[other], self._found[other] + self._lost[other]
         if not num or not other_found:
@@ -81,7 +74,7 @@ class EvictionOrder:
         self._reuse = reuse or Reuse(num_pages)
         self._num_evicted = 0
         self._newest = OrderedDict[int, _Place]()
-        # By class, behind the newest: each page, and the number of evictions when it was added.
+        # By class, after the newest: each page, and the number of evictions when it was added.
         self._classes = [OrderedDict[int, int]() for _ in PageClass]
         self._places: dict[int, OrderedDict[int, _Place] | OrderedDict[int, int]] = {}
 
@@ -104,7 +97,6 @@ class EvictionOrder:
         return _first_of(self._newest, can_go) if first is None else first
 
     def add(self, page_id: int, page_class: PageClass) -> None:
-        """Makes a page, which may be in the order already, the newest one."""
         if page_id in self._places:
             self.take(page_id)
         self._newest[page_id] = _Place(page_class, self._num_evicted)
@@ -116,7 +108,6 @@ class EvictionOrder:
             self._places[oldest] = pages
 
     def take(self, page_id: int) -> None:
-        """Removes a page that is used again, or empty."""
         del self._places.pop(page_id)[page_id]
 
     def evict(self, page_id: int) -> None:
@@ -125,7 +116,6 @@ class EvictionOrder:
         self._num_evicted += 1
 
     def _lead(self, page_class: int) -> int:
-        """The evictions by which a page counts as used later than it was."""
         if page_class == PageClass.PROMPT:
             return -self._reuse.lag(PageClass.PROMPT, PageClass.GENERATED, self._num_pages)
         if page_class == PageClass.GENERATED:
@@ -134,7 +124,6 @@ class EvictionOrder:
         return rounds * self._num_pages
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if a page has two places, or stands before an older one."""
         lists = [self._newest, *self._classes]
         listed = {page: id(pages) for pages in lists for page in pages}
         assert sum(map(len, lists)) == len(listed), "a page is in two lists"
@@ -151,8 +140,8 @@ def _first_of(pages: Iterable[int], can_go: Callable[[int], bool] | None) -> int
 
 @dataclass(slots=True, eq=False)
 class Page:
-    """A page's reference count, pin count, whether it is in the prefix cache, as what, and whether
-    a request has gone on behind it."""
+    """A page's counts, its class in the prefix cache, and whether a request has continued after
+    it."""
 
     ref_count: int = 0
     pin_count: int = 0
@@ -181,8 +170,7 @@ class PageAccountingError(AssertionError):
 
 
 class PagePool:
-    """`num_pages` pages, ids from 0. Calls `on_evict(page_id)` before a cached page is reused;
-    `order_type` makes the order of those that can be."""
+    """`num_pages` pages, ids from 0; calls `on_evict(page_id)` before a cached page is reused."""
 
     def __init__(
         self,
@@ -213,7 +201,6 @@ class PagePool:
         return len(self._pages) - self.num_available - self._num_live
 
     def counts(self) -> PageCounts:
-        """Counts by state."""
         return PageCounts(
             free=len(self._free),
             cached=len(self._cached),
@@ -225,7 +212,6 @@ class PagePool:
         return self._pages[page_id].ref_count
 
     def is_cached(self, page_id: int) -> bool:
-        """Whether it is in the prefix cache, referenced or not."""
         return self._pages[page_id].is_cached
 
     def is_own(self, page_id: int) -> bool:
@@ -234,7 +220,6 @@ class PagePool:
         return page.ref_count == 1 and not page.is_cached
 
     def class_of(self, page_id: int) -> PageClass:
-        """The class of a page in the prefix cache."""
         return self._pages[page_id].page_class
 
     def try_allocate(self, count: int) -> list[int] | None:
@@ -273,11 +258,9 @@ class PagePool:
         self._on_evict(page_id)
 
     def is_reusable(self, page_id: int) -> bool:
-        """Whether it is free or cached."""
         return page_id in self._free or page_id in self._cached
 
     def evict(self, page_id: int) -> None:
-        """Makes a cached page free."""
         page = self._pages[page_id]
         assert page.is_cached, "only a cached page can be evicted"
         assert page_id in self._cached, "a page in use cannot be evicted"
@@ -288,8 +271,7 @@ class PagePool:
         self._on_evict(page_id)
 
     def free(self, page_ids: Iterable[int]) -> None:
-        """Removes a reference from each page; of a class, cached pages are evicted in the order
-        given."""
+        """Removes a reference each; in a class, cached pages are evicted in the order given."""
         for page_id in page_ids:
             if not 0 <= page_id < len(self._pages) or not self._pages[page_id].ref_count:
                 raise PageAccountingError(f"page {page_id} was freed and nobody holds it")
@@ -314,7 +296,6 @@ class PagePool:
                 self._release_if_unused(page_id, page)
 
     def mark_cached(self, page_id: int, page_class: PageClass = PageClass.PROMPT) -> None:
-        """Records that the page is in the prefix cache, until `on_evict` is called for it."""
         page = self._pages[page_id]
         assert page.ref_count, "only a referenced page can be published"
         page.is_cached = True
@@ -322,9 +303,9 @@ class PagePool:
         page.has_parted = False
 
     def mark_found(self, page_ids: SequenceOf[int]) -> None:
-        """Records that a request has found cached pages, which it holds now, and goes on behind the
-        last one. Generated tokens are those of a prompt then; from the second one on that goes on
-        there, the pages are shared. Those of thinned out prompts stay what they are."""
+        """A request found cached pages, holds them now and continues after the last one. Generated
+        tokens then count as prompt tokens; from the second continuation on pages are shared. Pruned
+        prompts' stay."""
         if not page_ids:
             return
         last = self._pages[page_ids[-1]]
@@ -342,16 +323,15 @@ class PagePool:
         last.has_parted = True
 
     def mark_passed(self, page_id: int) -> None:
-        """Records that a request found a cached page, and leaves one that replaces it; a shared one
-        stays what it is."""
+        """A request found a cached page but leaves another in its place; a shared one keeps its
+        class."""
         page = self._pages[page_id]
         assert page.ref_count, "only a referenced page can be passed"
         if page.page_class is not PageClass.SHARED:
             page.page_class = PageClass.PASSED
 
     def renew(self, page_id: int) -> None:
-        """Records that a request has computed the content of a cached page again, which is as new
-        then as its own."""
+        """A request computed a cached page's content again; the page is as new as its own."""
         page = self._pages[page_id]
         assert page.is_cached, "only a cached page can be renewed"
         if page.page_class is PageClass.GENERATED:
@@ -360,7 +340,6 @@ class PagePool:
             self._cached.add(page_id, page.page_class)
 
     def forget_cached(self) -> None:
-        """Evicts all cached pages, because the device's pages were lost."""
         for page_id, page in enumerate(self._pages):
             if page.is_cached:
                 self.uncache(page_id)
@@ -376,7 +355,6 @@ class PagePool:
         self._on_evict(page_id)
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if the counters and the pages' states disagree."""
         for page_id, page in enumerate(self._pages):
             assert page.ref_count >= 0, f"page {page_id}: ref_count {page.ref_count}"
             assert page.pin_count >= 0, f"page {page_id}: pin_count {page.pin_count}"

@@ -1,9 +1,7 @@
-"""`PageQuotas`: how many pages each tenant holds, and how many are in the prefix cache.
-
-Tracks only tenants with a quota below 100 %. Invariant: a tenant never holds more pages than its
-quota, each counted once however many of its sequences share it; nor are more in the prefix cache,
-in use or not, than its quota of them and that of all tenants together.
-"""
+"""`PageQuotas`: how many pages each tenant holds and has in the prefix cache; tracks only quotas
+below 100 %. Invariant: a tenant holds no more than its quota, each page counted once however many
+sequences share it; nor are more cached, in use or not, than its own quota and that of all
+tenants."""
 
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
@@ -25,7 +23,6 @@ class PageQuotas:
         self._groups_of: dict[int, list[str | None]] = {}
 
     def take(self, sequence: Sequence, page_ids: Iterable[int]) -> None:
-        """A sequence has got references to pages."""
         tenant = sequence.tenant
         if tenant.page_share == 1.0:
             return
@@ -34,8 +31,7 @@ class PageQuotas:
             held[page_id] = held.get(page_id, 0) + 1
 
     def give_back(self, sequence: Sequence, known: SequenceOf[int]) -> None:
-        """A sequence frees its pages, last one first, of which `known` are in the prefix cache, or
-        the same content is."""
+        """Last page first; `known`: those in the prefix cache, by id or content."""
         tenant = sequence.tenant
         for group, _ in self._limits_of(tenant):
             cached = self._cached.get(group)
@@ -53,20 +49,17 @@ class PageQuotas:
             self._held.pop(tenant.name, None)
 
     def num_left(self, tenant: Tenant) -> int:
-        """Pages that the tenant may still take."""
         most = tenant.most_pages(self._pool.num_pages)
         return most - len(self._held.get(tenant.name, ()))
 
     def num_held(self, tenant: Tenant, page_ids: Iterable[int]) -> int:
-        """How many of `page_ids` the tenant holds already."""
         held = self._held.get(tenant.name, {})
         return sum(1 for page_id in page_ids if page_id in held)
 
     def try_cache(self, tenant: Tenant, page_id: int, page_class: PageClass) -> bool:
         """Counts a page that is about to enter the prefix cache. Where a share is full, the first
         unreferenced page in its order of eviction is evicted; False, with the page not counted, if
-        all are in use.
-        """
+        all are in use."""
         limits = self._limits_of(tenant)
         if page_id in self._groups_of:
             return True
@@ -84,7 +77,6 @@ class PageQuotas:
         return True
 
     def forget(self, page_id: int) -> None:
-        """A page has left the prefix cache."""
         for group in self._groups_of.pop(page_id, ()):
             self._cached[group].evict(page_id)
 
@@ -99,7 +91,6 @@ class PageQuotas:
         return limits
 
     def check_invariants(self, sequences: Iterable[Sequence]) -> None:
-        """Raises AssertionError if a tenant has more than its share, or is counted wrongly."""
         expected: dict[str, dict[int, int]] = {}
         for sequence in sequences:
             tenant = sequence.tenant

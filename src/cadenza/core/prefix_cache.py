@@ -1,9 +1,7 @@
-"""`PrefixCache`: finds pages whose KV has been computed; `InFlightPrefixes`: who computes others.
-
-Owns the index from a page's key (`core.page_keys`) to its id. Invariants: a hit is confirmed by
-comparing contents, so a key collision is a miss and never causes wrong output; whoever computes an
-awaited page runs. `Prefix` is what exists of a sequence before it starts.
-"""
+"""`PrefixCache`: finds pages whose KV exists; `InFlightPrefixes`: who computes others; `Prefix`:
+what exists of a sequence before it starts. Invariants: a hit is confirmed by comparing contents, so
+that a key collision is a miss and never wrong output; the sequence that computes an awaited page
+runs."""
 
 from collections import OrderedDict
 from collections.abc import Sequence as SequenceOf
@@ -21,10 +19,10 @@ MAX_EVICTED_KEYS = 1 << 16
 """Keys of removed pages that are remembered."""
 
 MAX_COMPARED_PAGES = 16
-"""Pages behind one prefix, newest first, with which a page that is missing is compared."""
+"""Pages after one prefix, newest first, with which a page that is missing is compared."""
 
 MAX_REMOVED_PAGES = 1 << 12
-"""Prefixes of which the content of the newest removed page behind them is remembered."""
+"""Prefixes of which the content of the newest removed page after them is remembered."""
 
 ROOT = 0
 """The parent serial of a first page."""
@@ -32,11 +30,9 @@ ROOT = 0
 
 @dataclass(frozen=True, slots=True)
 class CachedPage:
-    """A published page's content and the serial of the page before it.
-
-    Serials are unique, so `parent_serial` identifies the complete prefix before the page, which
-    the parent's key alone would not.
-    """
+    """A published page's content and the serial of the page before it. Serials are unique, so
+    `parent_serial` identifies the complete prefix before the page, which the parent's key alone
+    would not."""
 
     serial: int
     key: bytes
@@ -47,8 +43,7 @@ class CachedPage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Lookup:
-    """The result of a lookup. It is valid until one of its pages is forgotten or a page with
-    `missing_key` is published."""
+    """Valid until one of its pages is forgotten or a page with `missing_key` is published."""
 
     keys: SequenceOf[bytes]
     num_pages: int
@@ -81,10 +76,8 @@ class _Branches:
         return parent in self._pages
 
     def num_common(self, parent: bytes, page: PageContent) -> int | None:
-        """Tokens that `page` shares with the most similar page behind `parent`; None without one.
-
-        At most `MAX_COMPARED_PAGES` are compared, and the newest one that was removed.
-        """
+        """Tokens shared with the most similar page after `parent`, of at most `MAX_COMPARED_PAGES`
+        and the newest removed; None without one."""
         pages = self._pages.get(parent, {})
         others = list(islice(reversed(pages.values()), MAX_COMPARED_PAGES))
         if parent in self._removed:
@@ -94,10 +87,8 @@ class _Branches:
 
 class PrefixCache:
     """Index of full pages; their keys have a secret, so that clients cannot construct collisions.
-    `digest` follows what is in the index; None while nobody asks for it.
-
-    Lookups are memoised: waiting sequences repeat theirs in every step until they are admitted.
-    """
+    `digest` follows what is in the index; None while nobody asks for it. Lookups are memoised:
+    waiting sequences repeat theirs in every step until they are admitted."""
 
     def __init__(self, page_keys: PageKeys) -> None:
         self.page_size = page_keys.page_size
@@ -125,9 +116,8 @@ class PrefixCache:
     def find(
         self, keys: list[bytes], content: Content, *, num_pages: int
     ) -> tuple[tuple[int, ...], int]:
-        """Page ids of the longest cached prefix of at most `num_pages` pages, and the serial of the
-        last one. `keys` is the list from `PageKeys.extend`, the same object in every call.
-        """
+        """Page ids and last serial of the longest cached prefix; `keys` must be the same list from
+        `PageKeys.extend` each time."""
         known = self._lookups.get(id(keys))
         if known is None or known.num_pages != num_pages:
             known = self._lookups[id(keys)] = self._look_up(keys, content, num_pages)
@@ -145,12 +135,12 @@ class PrefixCache:
         return [pages[key] for key in takewhile(pages.__contains__, keys)]
 
     def goes_on(self, key: bytes) -> bool:
-        """Whether a page is in the index that stands behind the page of a key."""
+        """Whether a page is in the index that follows the page of a key."""
         return self._branches.has_any(key)
 
     def num_common(self, keys: SequenceOf[bytes], content: Content, index: int) -> int | None:
-        """Tokens that page `index` of `content`, which may be its partial last one, shares with a
-        page known behind the same prefix; None if none is."""
+        """Tokens that page `index`, perhaps partial, shares with a page known after the same
+        prefix; None if none is."""
         parent = self._parent_key(keys, content, index)
         return self._branches.num_common(parent, content.page(index, self.page_size))
 
@@ -178,24 +168,19 @@ class PrefixCache:
         )
 
     def page_of(self, key: bytes) -> int | None:
-        """The page of a key."""
         return self._page_of_key.get(key)
 
     def serial_of(self, page_id: int) -> int:
-        """The serial of a page in the index."""
         return self._pages[page_id].serial
 
     def key_of(self, page_id: int) -> bytes:
-        """The key of a page in the index."""
         return self._pages[page_id].key
 
     @property
     def page_ids(self) -> list[int]:
-        """All pages in the index."""
         return list(self._pages)
 
     def tokens_of(self, page_id: int) -> tuple[int, ...]:
-        """The tokens of a page in the index."""
         return self._pages[page_id].content.token_ids
 
     def publish(
@@ -206,11 +191,8 @@ class PrefixCache:
         content: Content,
         parent_serial: int,
     ) -> tuple[int | None, bool]:
-        """Adds page `index` of a prefix, after the page with `parent_serial`, to the index.
-
-        Returns the parent serial for the next page, and whether this page was added: it is not if
-        its key is in the index. The serial is None if that key belongs to a different prefix.
-        """
+        """Returns the next page's parent serial, and whether this page was added: not if its key is
+        in the index. The serial is None if that key belongs to a different prefix."""
         page, key = content.page(index, self.page_size), keys[index]
         known = self._page_of_key.get(key)
         if known is not None:
@@ -230,7 +212,6 @@ class PrefixCache:
         return serial, True
 
     def forget(self, page_id: int) -> None:
-        """Removes a page that is about to be overwritten."""
         if self._lookups:
             self._drop([each for each in self._lookups.values() if page_id in each.page_set])
         cached = self._pages.pop(page_id)
@@ -243,8 +224,7 @@ class PrefixCache:
             self._evicted.popitem(last=False)
 
     def was_evicted(self, key: bytes) -> bool:
-        """Whether a page of this key was removed and is not in the index again; the oldest of many
-        are forgotten."""
+        """And is not in the index again; the oldest of many are forgotten."""
         return key in self._evicted
 
     def check_invariants(self) -> None:
@@ -266,17 +246,14 @@ class PrefixCache:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefix:
-    """Pages that already hold the KV of a sequence's first `num_tokens` tokens.
-
-    The first `num_published` of `page_ids` came from the prefix cache; `serial` is the serial of
-    the last of them. `partial_page` holds the remaining tokens; it is copied, because the sequences
-    write different tokens after them. An unreferenced one is taken over instead if `may_take_over`,
-    or if no other page is left. `num_cached_tokens` is what the sequence reports as cached. With
-    `is_fork` they are those of a sample's sibling.
-
-    `state_slot` has the recurrent state behind these tokens: a prefix of a model with one ends
-    where there is a snapshot. `num_matched` pages are in the prefix cache, with or without one.
-    """
+    """Pages that already hold the KV of a sequence's first `num_tokens` tokens. The first
+    `num_published` of `page_ids` came from the prefix cache; `serial` is the serial of the last of
+    them. `partial_page` holds the remaining tokens; it is copied, because the sequences write
+    different tokens after them. An unreferenced one is taken over instead if `may_take_over`, or if
+    no other page is left. `num_cached_tokens` is what the sequence reports as cached. With
+    `is_fork` they are those of a sample's sibling. `state_slot` has the recurrent state after these
+    tokens: a prefix of a model with one ends where there is a snapshot. `num_matched` pages are in
+    the prefix cache, with or without one."""
 
     page_ids: tuple[int, ...] = ()
     num_tokens: int = 0
@@ -312,13 +289,11 @@ class InFlightPrefixes:
         return len(self._sequence_of)
 
     def add(self, sequence: Sequence, keys: SequenceOf[bytes]) -> None:
-        """A sequence that starts will compute the pages of `keys`."""
         for key in keys:
             if self._sequence_of.setdefault(key, sequence) is sequence:
                 self._computing.add(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """A sequence has published its pages, or has lost them."""
         if sequence not in self._computing:
             return
         self._computing.remove(sequence)
@@ -330,12 +305,9 @@ class InFlightPrefixes:
         return key in self._sequence_of
 
     def coming(self, keys: SequenceOf[bytes], page_size: int) -> Coming | None:
-        """Who computes the first pages of a waiting sequence's missing keys, if waiting for them
-        saves work; else None.
-
-        Pages are published when the whole prompt is computed: of the sequence that computes them
-        there must not be much more left than what the two share.
-        """
+        """The sequence that computes the first missing pages of `keys`, if waiting saves work: they
+        are published with its whole prompt, of which not much more than the shared part may be
+        left."""
         other = self._sequence_of.get(keys[0]) if keys else None
         if other is None:
             return None
@@ -345,6 +317,5 @@ class InFlightPrefixes:
         return Coming(other, num_shared) if is_near else None
 
     def check_invariants(self, running: SequenceOf[Sequence]) -> None:
-        """Raises AssertionError if a sequence is in it that does not run."""
         assert self._computing == set(self._sequence_of.values()), "sequences and keys differ"
         assert self._computing <= set(running), "a page is awaited of a sequence that does not run"

@@ -1,8 +1,6 @@
 """Why tokens of a prompt were not found in the prefix cache, and how many were and were not.
-
 Invariants: hits and misses add up to a prompt's tokens; what others asked has no influence; the
-cost is one look-up for each missing page, and the comparison of one.
-"""
+cost is one look-up for each missing page, and the comparison of one."""
 
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
@@ -20,13 +18,11 @@ MissReason = Literal[
     "cold", "evicted", "in_flight", "no_snapshot", "tail", "prompt_logprobs", "pooling"
 ]
 """In order: never computed, or forgotten long ago; computed, but its page was needed for something
-else since; being computed by a running sequence that is too far behind to wait for; in the cache,
-but without a snapshot of the recurrent state behind it; behind the last full page of the prompt,
-the last token among them, which is always computed; computed in any case, for its log
-probabilities; or for the mean of its hidden states.
-
-That another tenant has computed the same is no reason of its own: it is cold, so that no tenant can
-learn what others ask."""
+else since; being computed by a running sequence with too much left to wait for; in the cache,
+but without a snapshot of the recurrent state after it; after the last full page of the prompt, the
+last token among them, which is always computed; computed in any case, for its log probabilities; or
+for the mean of its hidden states. That another tenant has computed the same is no reason of its
+own: it is cold, so that no tenant can learn what others ask."""
 
 MISS_REASONS: tuple[MissReason, ...] = get_args(MissReason)
 
@@ -89,7 +85,6 @@ class PrefixCounts:
             self.on_prefix(sequence, misses)
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if hits and misses do not add up."""
         num_found = self.num_hits + sum(self.num_misses.values())
         assert num_found == self.num_queries, "prompt tokens looked up are counted wrongly"
 
@@ -134,10 +129,8 @@ PREFIX_FIGURES: tuple[Figure[PrefixCounts], ...] = (
 class LookedUpPrompt:
     """A prompt of `num_tokens` tokens, of which the first `num_found_pages` pages were found, or
     none because it `is_skipped`: its tokens are computed in any case. The first `num_matched_pages`
-    are in the cache, those behind the found ones without a snapshot of the state.
-
-    `content` may be longer than the prompt, and so may `keys`.
-    """
+    are in the cache, those after the found ones without a snapshot of the state. `content` may be
+    longer than the prompt, and so may `keys`."""
 
     keys: SequenceOf[bytes]
     content: Content
@@ -150,7 +143,6 @@ class LookedUpPrompt:
 def misses_in_pages(
     cache: PrefixCache, in_flight: InFlightPrefixes, prompt: LookedUpPrompt
 ) -> dict[MissReason, int]:
-    """Why tokens behind the pages that were found are missing."""
     misses, size = no_misses(), cache.page_size
     usable = (prompt.num_tokens - 1) // size
     matched = max(prompt.num_matched_pages, prompt.num_found_pages)
@@ -169,8 +161,7 @@ def misses_in_pages(
 def miss_in_pages(
     cache: PrefixCache, in_flight: InFlightPrefixes, prompt: LookedUpPrompt
 ) -> CacheMiss | None:
-    """Where and why the look-up ended; None if all pages were found but the one with the prompt's
-    last token."""
+    """Where and why the look-up ended; None if only the page of the last token was not found."""
     keys, found, size = prompt.keys, prompt.num_found_pages, cache.page_size
     usable = (prompt.num_tokens - 1) // size
     if found >= usable > 0:
@@ -203,7 +194,6 @@ def miss_in_slots(closest: Closest, num_cached_tokens: int, num_tokens: int) -> 
 
 
 def _is_known(cache: PrefixCache, in_flight: InFlightPrefixes, key: bytes) -> bool:
-    """Whether the page of a key was computed before, or is being computed."""
     is_there = cache.page_of(key) is not None
     return is_there or cache.was_evicted(key) or in_flight.is_being_computed(key)
 

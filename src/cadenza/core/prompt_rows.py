@@ -1,9 +1,7 @@
 """`PromptRowsProgress`, which positions of a prompt still need a logit row, and `Pool`, which folds
-hidden states into an embedding.
-
-Invariants: every position from 1 to the prompt's end is reported once and in order, whatever is
-preempted or in flight; states are added in that order and in float64. N tokens, E embed.
-"""
+hidden states into an embedding. Invariants: every position from 1 to the prompt's end is reported
+once and in order, whatever is preempted or in flight; states are added in that order and in
+float64. N tokens, E embed."""
 
 import math
 from dataclasses import dataclass, field
@@ -14,9 +12,8 @@ import numpy.typing as npt
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class PromptRowsProgress:
-    """Positions below `num_read` have been reported; those below `num_launched` are computed by
-    launched steps. Both start at 1: no row comes before the first token.
-    """
+    """Positions below `num_read` were reported, below `num_launched` launched; both start at 1, as
+    no row precedes."""
 
     num_prompt_tokens: int
     num_launched: int = 1
@@ -38,13 +35,11 @@ class PromptRowsProgress:
         return positions.start + num_rows - 1 - start
 
     def launch(self, start: int, end: int) -> range:
-        """Marks the positions covered by tokens [start, end) as launched; returns them."""
         positions = self.positions(start, end)
         self.num_launched = max(self.num_launched, positions.stop)
         return positions
 
     def read(self, positions: range) -> range:
-        """Marks a step's positions as read; returns those that had not been read before."""
         fresh = range(max(positions.start, self.num_read), positions.stop)
         self.num_read = max(self.num_read, fresh.stop)
         return fresh
@@ -61,10 +56,8 @@ class PromptRowsProgress:
 @dataclass(slots=True, eq=False, kw_only=True)
 class Pool:
     """The sum of the states so far, and then their embedding, of so many `dimensions`; None: all.
-
     `embedding` is float32, little endian; None before `finish`. Without `normalize` it has the
-    length that the mean has.
-    """
+    length that the mean has."""
 
     dimensions: int | None
     normalize: bool = True
@@ -80,9 +73,8 @@ class Pool:
             self._count += 1
 
     def finish(self) -> bool:
-        """Sets the embedding: the mean, cut to [D] and, if asked for, scaled to unit length; a mean
-        of zeros stays as it is. False if it is not finite.
-        """
+        """The mean of states, cut to [D] and scaled to unit length if asked (zeros stay). False if
+        it is not finite."""
         assert self._total is not None, "nothing was added"
         values = self._total[: self.dimensions] / self._count  # [D]
         if not np.isfinite(values).all():

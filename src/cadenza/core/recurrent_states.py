@@ -1,9 +1,7 @@
-"""`RecurrentStates`: slots for the states of sequences, and snapshots that others start from.
-
-A state is all that recurrent layers need of the tokens before it. A snapshot is the state behind a
-page of the prefix cache. Invariants: no other row reads a slot that a step writes; a slot that a
-launched step reads or writes is pinned; a snapshot is dropped with its page.
-"""
+"""`RecurrentStates`: slots for sequences' states (what recurrent layers need of earlier tokens),
+and snapshots after pages of the prefix cache. Invariants: no other row reads a slot that a step
+writes; a slot that a launched step reads or writes is pinned; a snapshot is dropped with its
+page."""
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
@@ -22,15 +20,15 @@ MAX_WANTED = 2 * MAX_PROMPT_SNAPSHOTS
 
 
 class KeptState(NamedTuple):
-    """Keeps the recurrent state behind the token at `position` in a slot."""
+    """Keeps the recurrent state after the token at `position` in a slot."""
 
     position: int
     slot: int
 
 
 class Placement(NamedTuple):
-    """A row's states in a step: the slot from which it starts, or None for zeros; those that it
-    keeps, in ascending order; and all these slots, which are pinned."""
+    """A row's state slots in a step: its start, or None for zeros; those kept, ascending; and all,
+    pinned."""
 
     start: int | None
     kept: tuple[KeptState, ...]
@@ -38,7 +36,7 @@ class Placement(NamedTuple):
 
 
 class StateSnapshot(NamedTuple):
-    """The state behind the last token of a page in the prefix cache."""
+    """The state after the last token of a page in the prefix cache."""
 
     page_id: int
     slot: int
@@ -49,16 +47,16 @@ class SequenceState:
     """The recurrent state of a sequence in a row. Each slot in it is one reference.
 
     Args:
-        current: behind all computed tokens; None for zeros, and while drafts are not read.
-        wanted: numbers of tokens behind which a snapshot is wanted, ascending.
-        rolls_from: a snapshot behind the newest full page is wanted, from so many tokens on; None
+        current: after all computed tokens; None for zeros, and while drafts are not read.
+        wanted: numbers of tokens after which a snapshot is wanted, ascending.
+        rolls_from: a snapshot after the newest full page is wanted, from so many tokens on; None
             if it is not.
-        forks_at: the number of tokens behind which its samples start; None if there are no others.
-        parts_at: the number of tokens behind which another prompt went on; None if none did.
+        forks_at: the number of tokens after which its samples start; None if there are no others.
+        parts_at: the number of tokens after which another prompt went on; None if none did.
         spares: allocated for the next step.
         snapshots: by number of tokens, until they are published or given up.
-        drafted: by number of tokens, behind each token of a step with drafts that is not read.
-        for_samples: behind `forks_at` tokens.
+        drafted: by number of tokens, after each token of a step with drafts that is not read.
+        for_samples: after `forks_at` tokens.
         rolled: the newest published snapshot from `rolls_from` on; holds no reference.
     """
 
@@ -74,7 +72,6 @@ class SequenceState:
     rolled: StateSnapshot | None = None
 
     def slots(self) -> Iterator[int]:
-        """Every reference."""
         yield from self.spares
         yield from self.snapshots.values()
         yield from self.drafted.values()
@@ -83,8 +80,8 @@ class SequenceState:
                 yield slot
 
     def ask_for(self, num_tokens: int, num_computed: int) -> int:
-        """Asks for a snapshot behind `num_tokens` tokens of its prompt; returns behind how many, at
-        most these, there will be one, or 0."""
+        """Asks for a snapshot; returns after how many tokens, at most these, there will be one, or
+        0."""
         is_new = num_tokens > num_computed and num_tokens not in self.wanted
         if is_new and len(self.wanted) < MAX_WANTED:
             insort(self.wanted, num_tokens)
@@ -95,9 +92,8 @@ class SequenceState:
 def snapshot_places(
     num_prompt_tokens: int, start: int, *, page_size: int, interval: int
 ) -> list[int]:
-    """Behind how many tokens of a prompt, of which the first `start` are known, snapshots are
-    wanted: at multiples of `interval`, and behind its last page that does not hold its last token,
-    so that the same prompt finds it."""
+    """Where snapshots of a prompt with `start` known tokens are wanted: multiples of `interval`,
+    and the end of the last page without the last token, for equal prompts."""
     last = (num_prompt_tokens - 1) // page_size * page_size
     while (last - start) // interval > MAX_PROMPT_SNAPSHOTS:
         interval *= 2
@@ -106,9 +102,8 @@ def snapshot_places(
 
 
 class RecurrentStates:
-    """`num_slots` slots for at most `num_rows` rows, for a prefix cache of pages of `page_size`
-    tokens. The counters never decrease: snapshots that were made, that sequences started from, and
-    that were dropped."""
+    """`num_slots` slots for `num_rows` rows and a prefix cache of `page_size`; counters of
+    snapshots never decrease."""
 
     def __init__(
         self,
@@ -127,7 +122,6 @@ class RecurrentStates:
         self._page_of: dict[int, int] = {}
 
     def slot_of(self, page_id: int) -> int | None:
-        """The snapshot behind a page."""
         return self._slot_of.get(page_id)
 
     def longest(self, page_ids: SequenceOf[int]) -> tuple[int, int | None]:
@@ -139,8 +133,8 @@ class RecurrentStates:
         return 0, None
 
     def try_open(self, state: SequenceState, *, from_snapshot: bool) -> bool:
-        """Takes the references of a sequence that starts: `state.current`, where there is one, is
-        another one's or a snapshot. With a slot for its first step; False if there is none."""
+        """References `state.current`, and reserves a slot for the first step; False if none is
+        left."""
         shared = [] if state.current is None else [state.current]
         self.pool.share(shared)
         spares = self.pool.try_allocate(1)
@@ -153,13 +147,12 @@ class RecurrentStates:
         return True
 
     def release(self, state: SequenceState) -> None:
-        """Frees the slots of a sequence that leaves its row."""
         self.pool.free(state.slots())
         self._num_open -= 1
 
     def try_reserve(self, state: SequenceState) -> bool:
-        """Whether a step may write the state: over its own slot, where nobody else needs that, or
-        into another one. With none left, it gives up the snapshot that it last made."""
+        """The state's own slot if not shared, or another. With none left, gives up the snapshot
+        made last."""
         if state.spares or self._is_own(state.current):
             return True
         slots = self.pool.try_allocate(1)
@@ -169,8 +162,7 @@ class RecurrentStates:
         return True
 
     def reserve_drafts(self, state: SequenceState, count: int) -> int:
-        """Slots behind `count` drafts, or behind as many as there are slots for; returns their
-        number."""
+        """Slots for up to `count` drafts; returns how many there are."""
         most = len(state.spares) - (not self._is_own(state.current))
         while most < count and (slot := self._try_take()) is not None:
             state.spares.append(slot)
@@ -178,8 +170,8 @@ class RecurrentStates:
         return min(most, count)
 
     def place(self, state: SequenceState, start: int, end: int, num_drafts: int) -> Placement:
-        """Names the slots of a step that computes the tokens from `start` to `end`, the last of
-        which are drafts, and pins them. A step may write its sequence's own slot over."""
+        """Sets and pins the slots of tokens [start, end), the last being drafts; may overwrite the
+        sequence's own slot."""
         first, known = state.current, end - num_drafts
         target = first if first is not None and self._is_own(first) else state.spares.pop()
         kept = {known: target}
@@ -204,8 +196,7 @@ class RecurrentStates:
         return Placement(first, places, slots)
 
     def settle(self, state: SequenceState, num_tokens: int) -> None:
-        """After a step with drafts was read: the state behind `num_tokens` tokens is the right
-        one."""
+        """After a step with drafts was read: the state after `num_tokens` tokens is right."""
         if not state.drafted:
             return
         state.current = state.drafted.pop(num_tokens)
@@ -221,15 +212,13 @@ class RecurrentStates:
             state.for_samples = state.current
 
     def free_for_samples(self, state: SequenceState) -> None:
-        """All samples of its request have started."""
         state.forks_at = None
         if state.for_samples is not None:
             self.pool.free((state.for_samples,))
             state.for_samples = None
 
     def try_publish(self, snapshot: StateSnapshot, page_class: PageClass) -> bool:
-        """Makes the state in a slot, which is referenced, the snapshot behind a page of the prefix
-        cache; False if there is one."""
+        """Makes the state in a referenced slot a page's snapshot; False if it has one."""
         page_id, slot = snapshot
         if page_id in self._slot_of:
             return False
@@ -248,7 +237,6 @@ class RecurrentStates:
         state.rolled = snapshot
 
     def forget_page(self, page_id: int) -> None:
-        """A page has left the prefix cache."""
         slot = self._slot_of.get(page_id)
         if slot is not None:
             self.pool.uncache(slot)
@@ -256,7 +244,6 @@ class RecurrentStates:
     def check_invariants(
         self, states: SequenceOf[SequenceState], cached_pages: SequenceOf[int]
     ) -> None:
-        """Raises AssertionError if slots are counted wrongly, or snapshots differ from them."""
         self.pool.check_invariants()
         assert self._num_open == len(states), f"{len(states)} rows, counted {self._num_open}"
         holds: dict[int, int] = {}
@@ -273,7 +260,6 @@ class RecurrentStates:
         assert set(self._slot_of) <= set(cached_pages), "a snapshot is left without its page"
 
     def _due(self, state: SequenceState, start: int, known: int, end: int) -> list[int]:
-        """Behind how many tokens of a step snapshots are wanted."""
         passed = bisect_left(state.wanted, known + 1)
         due = [each for each in state.wanted[:passed] if each > start]
         del state.wanted[:passed]
@@ -286,8 +272,8 @@ class RecurrentStates:
         return due
 
     def _hold(self, state: SequenceState, due: SequenceOf[int], kept: dict[int, int]) -> list[int]:
-        """References for the states behind `due` numbers of tokens, for which slots are added to
-        `kept` while there are any to spare; returns these."""
+        """References for the states at `due`, whose slots are added to `kept` while there are any
+        to spare."""
         taken: list[int] = []
         for num_tokens in due:
             slot = kept.get(num_tokens)

@@ -1,9 +1,7 @@
 """`Scheduler`: decides how many tokens each sequence computes in a step, and applies the results.
-
-Within one budget of tokens, and of time if that is bounded, running sequences come first (those
-with one token to compute, then partly computed prompts), then waiting ones; who is preempted is
-recomputed. Invariant: progress is counted at launch, tokens are appended when a step is read.
-"""
+Within one budget of tokens (and time, if bounded), running sequences come first (decodes, then
+partial prompts), then waiting ones. Invariant: progress is counted at launch, tokens are appended
+when read."""
 
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
@@ -49,7 +47,7 @@ class SchedulerOptions:
             rows and pages for.
         on_prefix: called with each sequence whose prompt was looked up, as it starts, and with why
             tokens were missing.
-        works: makes what steps do beside tokens, for the turns of its sequences.
+        works: makes what steps do alongside tokens, for the turns of its sequences.
     """
 
     step_bound: StepBound | None = None
@@ -61,11 +59,7 @@ class SchedulerOptions:
 
 
 class Scheduler:
-    """Waiting and running sequences of one engine.
-
-    Its counters never decrease: steps, preemptions, scheduled tokens, and what its prompts found in
-    the prefix cache (`prefix_counts`).
-    """
+    """Waiting and running sequences of one engine; counters never decrease."""
 
     def __init__(
         self,
@@ -115,7 +109,6 @@ class Scheduler:
 
     @property
     def sequences(self) -> list[Sequence]:
-        """All waiting and running sequences."""
         return [*self.waiting, *self.running]
 
     def work(self, kind: type[Work]) -> Work:
@@ -126,7 +119,6 @@ class Scheduler:
         raise LookupError(f"the engine has no {kind.__name__}")
 
     def why_waits(self, sequence: Sequence) -> WaitReason:
-        """Why a waiting sequence did not start in the newest step."""
         if sequence.wait_reason is not None:
             return sequence.wait_reason
         if self.turns.is_retrying:
@@ -156,10 +148,8 @@ class Scheduler:
             work.add(sequence)
 
     def schedule(self, now_s: float = 0.0) -> Batch | None:
-        """The next step, with its pages allocated; None if nothing can be computed.
-
-        `now_s` is a reading of the clock by which sequences' `arrived_s` were set.
-        """
+        """The next step, with its pages; None if nothing can be computed. `now_s`: the clock of
+        `arrived_s`."""
         plan = StepPlan(
             turns=self.turns.of_step(self.running, now_s),
             running=self.running,
@@ -198,9 +188,8 @@ class Scheduler:
         return events
 
     def fail_batch(self, batch: Batch, error: str) -> list[Event]:
-        """A step failed: each of its sequences is retried once, in steps of its own. One that was
-        being retried is ended with an error event.
-        """
+        """Each sequence is retried once, in steps of its own; a retried one ends with an error
+        event."""
         self.drop_batch(batch)
         events: list[Event] = []
         computed = [entry.sequence for entry in batch.entries]
@@ -228,7 +217,7 @@ class Scheduler:
 
     def restart(self) -> None:
         """After the device lost its pages: requeues running sequences, empties the prefix cache,
-        and restarts the works."""
+        restarts the works."""
         for sequence in self.running[::-1]:
             self._rewind_to_waiting(sequence)
         for sequence in self.waiting:
@@ -238,7 +227,6 @@ class Scheduler:
             work.restart()
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if rows, statuses, progress and pages are inconsistent."""
         self.running.check_invariants()
         assert not self._has_page_copy(), "a page's copy was put off, its source may be gone"
         for sequence in self.running:
@@ -260,8 +248,8 @@ class Scheduler:
         return any(sequence.page_copy is not None for sequence in self.running)
 
     def _allocate_turn(self, turn: Turn, plan: StepPlan, budget: StepBudget) -> list[BatchEntry]:
-        """The entries of running sequences, and of waiting ones that start; all have their pages.
-        No sequence starts in a step for which one was preempted."""
+        """Entries of running and starting sequences, with pages; none starts in a step that
+        preempted."""
         num_preemptions = self.num_preemptions
         running = turn.running
         for work in self.works:
@@ -300,7 +288,7 @@ class Scheduler:
         plan: StepPlan,
         budget: StepBudget,
     ) -> list[BatchEntry]:
-        """What the step computes of sequences with several uncomputed tokens, beside `decodes`."""
+        """Of sequences with several uncomputed tokens."""
         prompts = [each for each in sequences if each.status is SequenceStatus.RUNNING]
         if not prompts:
             return []
@@ -328,8 +316,6 @@ class Scheduler:
     def _try_allocate(
         self, sequence: Sequence, count: int, budget: StepBudget
     ) -> BatchEntry | None:
-        """The next `count` tokens of a sequence, or fewer if it lacks logit rows, with their pages;
-        None if it has been preempted, or lacks all."""
         if sequence.status is not SequenceStatus.RUNNING:
             return None
         count = budget.take_rows(sequence, count)
@@ -341,16 +327,12 @@ class Scheduler:
         return BatchEntry(sequence, row, start, count, 0, sequence.num_preemptions)
 
     def _try_hold(self, sequence: Sequence, count: int) -> bool:
-        """Whether a sequence runs and gets the pages of its next `count` tokens."""
         is_running = sequence.status is SequenceStatus.RUNNING
         return is_running and self._allocate_or_preempt(sequence, count)
 
     def _allocate_or_preempt(self, sequence: Sequence, count: int) -> bool:
-        """Allocates what the next `count` tokens lack, preempting other sequences and finally
-        itself.
-
-        False if it was preempted, or if pages or slots are still pinned by a launched step.
-        """
+        """Preempts other sequences and finally itself. False if it was preempted, or if pages or
+        slots are pinned by a launched step."""
         num_tokens = sequence.num_computed_tokens + count
         while not self.kv_cache.try_grow(sequence, num_tokens):
             candidates: SequenceOf[Sequence] = self.running
@@ -368,11 +350,7 @@ class Scheduler:
         return True
 
     def _launched(self, plan: StepPlan, entries: list[BatchEntry]) -> Batch:
-        """The step with these entries, which counts them as launched.
-
-        They are added after all starts, which must not count tokens of this step as computed: a
-        sample can only fork a prompt that an earlier step has computed.
-        """
+        """After all starts: a sample can only fork a prompt that an earlier step has computed."""
         batch = Batch(self.num_steps)
         batch.started, self._starts.started = self._starts.started, []
         batch.page_copies = self.kv_cache.take_copies(self.running)

@@ -1,9 +1,5 @@
-"""`ScoreMemo`: the scores of prompts that were scored lately.
-
-A prompt's scores follow from its tokens and from those that end its look-ahead, so that the same
-prompt is not scored twice. Owns the scores of the newest prompts. Invariant: tenants of other salts
-do not learn from it what was scored.
-"""
+"""`ScoreMemo`: scores of recent prompts, which follow from their tokens and the tokens that end the
+look-ahead. Invariant: tenants of other salts do not learn from it what was scored."""
 
 import hashlib
 from array import array
@@ -37,14 +33,12 @@ class ScoreMemo:
         return len(self._scores)
 
     def find(self, digest: bytes) -> SequenceOf[float] | None:
-        """The scores of a prompt's chunks, if they are remembered."""
         found = self._scores.get(digest)
         if found is not None:
             self._scores.move_to_end(digest)
         return found
 
     def add(self, digest: bytes, scores: SequenceOf[float]) -> None:
-        """Remembers the scores of a prompt that has none here."""
         assert digest not in self._scores, "a prompt was scored twice"
         self._scores[digest] = array("d", scores)
         self._num_chunks += len(scores)

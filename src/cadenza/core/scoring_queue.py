@@ -1,9 +1,7 @@
-"""`ScoringQueue`: which prompts are scored for a sparse prefill, and how much of them in a step.
-
-The scorer reads a prompt in chunks, then draws `LOOK_AHEAD_TOKENS` behind it, while its sequence
-waits; equal prompts are scored once. Its pages have the ids of the target's. Invariants: a scoring
-has all its pages from the beginning, and gives them up for what runs; scores follow from tokens.
-"""
+"""`ScoringQueue`: which prompts are scored for a sparse prefill, and how much of each in a step.
+The scorer reads a prompt in chunks, then draws `LOOK_AHEAD_TOKENS`; equal prompts are scored once.
+Invariants: a scoring has all its pages, ids of the target's, from the start and gives them up for
+what runs; scores follow from tokens."""
 
 import heapq
 from collections.abc import Callable, Iterable
@@ -39,8 +37,8 @@ MAX_SCORINGS = 4
 _row_of = attrgetter("row")
 
 ReadScores = Callable[[int, int, int], Iterable[float] | None]
-"""The mean score of each token of a row's prompt, from the row, the prompt's tokens and the number
-of queries; None if it cannot be read."""
+"""Mean score of each prompt token, from the row, the tokens and the number of queries; None if
+unreadable."""
 
 WHOLE_AFTER = 3
 """After so many preemptions a scoring begins only if nothing that runs can preempt it."""
@@ -122,7 +120,7 @@ class ScoredStep:
 @dataclass(slots=True, eq=False)
 class _Scoring:
     """A prompt that sequences wait for: `sequence` is the scorer's own, over the prompt and what is
-    drawn behind it. `num_queries` are launched, of which the last may not be read. `is_retried`: a
+    drawn after it. `num_queries` are launched, of which the last may not be read. `is_retried`: a
     step with it failed, so that its steps are its own."""
 
     digest: bytes
@@ -138,12 +136,10 @@ class _Scoring:
 
     @property
     def can_go_on(self) -> bool:
-        """Whether its next token is known."""
         return not self.sequence.num_pending_tokens and self.num_queries < LOOK_AHEAD
 
     @property
     def num_left(self) -> int:
-        """Tokens that can be computed now."""
         return len(self.sequence.token_ids) - self.sequence.num_computed_tokens
 
 
@@ -215,11 +211,8 @@ class ScoringQueue(StepWork):
             plan.keep_share()
 
     def _begin_scorings(self, plan: StepPlan) -> None:
-        """Begins as many as there are rows and pages for, in the order in which sequences start.
-
-        The first that is ready to start keeps its pages, and so does the first that lacks pages for
-        its scoring: nothing behind that starts.
-        """
+        """In start order. The first that is ready to start, or lacks pages for its scoring, keeps
+        its pages."""
         self._lacking = None
         self._full.clear()
         if not self._free_rows or len(self._begun) == len(self._scorings):
@@ -301,7 +294,6 @@ class ScoringQueue(StepWork):
         batch.scored = scored
 
     def apply(self, scored: Batch, step: ScoredStep) -> None:
-        """Applies what a step of the scorer gave."""
         if step.output is None:
             self._fail(scored)
             return
@@ -359,8 +351,7 @@ class ScoringQueue(StepWork):
         return self._kv_cache.find_prefix(sequence).num_tokens > sparse.cold_from
 
     def _leaves_whole(self, scoring: _Scoring) -> bool:
-        """Settles those that wait for a prompt of which much has come into the prefix cache;
-        whether none is left."""
+        """Settles waiters of a prompt that is now largely cached; True if none is left."""
         for sequence in [each for each in scoring.waiters if self._is_cached(each)]:
             sequence.whole_because = "cached"
             self.remove(sequence)
@@ -391,7 +382,6 @@ class ScoringQueue(StepWork):
         return [each for each in retried if each.can_go_on] if retried else ready
 
     def _add_entry(self, scored: Batch, scoring: _Scoring, count: int, *, is_bounded: bool) -> None:
-        """Adds the next `count` tokens of a scoring, and counts them as launched."""
         sequence, start = scoring.sequence, scoring.sequence.num_computed_tokens
         end = start + count
         is_query = end >= scoring.num_tokens
@@ -460,8 +450,8 @@ class ScoringQueue(StepWork):
             self._rewind(scoring)
 
     def _fail(self, scored: Batch) -> None:
-        """A step failed, and with it the scorer lost its pages. Each of its prompts is tried again
-        in steps of its own; one that was is given up."""
+        """The scorer lost its pages: each prompt is retried once in steps of its own, then given
+        up."""
         failed = [each for each in map(self._current, scored.entries) if each is not None]
         for scoring in failed:
             if scoring.is_retried:
@@ -470,7 +460,6 @@ class ScoringQueue(StepWork):
         self.restart()
 
     def _rewind(self, scoring: _Scoring) -> None:
-        """Frees row and pages; it may begin again with its first token."""
         sequence = scoring.sequence
         assert sequence.row is not None
         heapq.heappush(self._free_rows, sequence.row)

@@ -1,9 +1,6 @@
-"""`Sequence`: the engine's mutable state of one output stream.
-
-Owns its tokens, its progress and its pages' ids; does not know the pool, the batch or the device.
-Invariant: `num_computed_tokens` <= `num_tokens`, of which only the last `num_pending_tokens` have
-not been read back from the device.
-"""
+"""`Sequence`: the engine's mutable state of one output stream: tokens, progress, page ids; not the
+pool, the batch or the device. Invariant: `num_computed_tokens` <= `num_tokens`, of which only the
+last `num_pending_tokens` have not been read back."""
 
 from dataclasses import dataclass, field
 from enum import Enum
@@ -24,10 +21,8 @@ MAX_FORCED_TOKENS = 16
 
 
 class PageCopy(NamedTuple):
-    """Copies the KV of the first `num_tokens` tokens of page `source` to page `destination`.
-
-    The other slots of the destination are written by a step before they are read.
-    """
+    """Copies the KV of the first `num_tokens` tokens; a step writes the other slots before they are
+    read."""
 
     source: int
     destination: int
@@ -66,7 +61,7 @@ class Sequence:
         arrived_s: when it was submitted, by the engine's clock.
         wait_reason: why it did not start in the newest step, if that step got as far as to it.
         token_ids: the prompt, or what is kept of it, and all tokens read back so far.
-        kept: the tokens that are computed of a prompt that is thinned out; a position is a place
+        kept: the tokens that are computed of a pruned prompt; a position is a place
             among these. None while they are not known, and where the whole prompt is computed.
         whole_because: why it is, although its request has a sparse prefill.
         page_copy: the page copy to make before its next step; None after that step's launch.
@@ -176,7 +171,7 @@ class Sequence:
 
     @property
     def has_forced_tokens(self) -> bool:
-        """True if the tokens still to be computed are the newest one and forced ones behind it."""
+        """True if the tokens still to be computed are the newest one and forced ones after it."""
         return (
             self.constraint is not None
             and self.num_computed_tokens >= self.num_prompt_tokens
@@ -185,7 +180,6 @@ class Sequence:
 
     @property
     def is_prompt_only(self) -> bool:
-        """True if no token is to be generated (`max_tokens` 0)."""
         return self.max_num_tokens == self.num_prompt_tokens
 
     @property
@@ -194,16 +188,12 @@ class Sequence:
 
     @property
     def is_fresh(self) -> bool:
-        """True while it is waiting and has no generated tokens."""
         return self.status is SequenceStatus.WAITING and self.num_tokens == self.num_prompt_tokens
 
     @property
     def fork_source(self) -> "Sequence | None":
-        """A running sibling whose pages hold the KV of the prompt except its last token, and which
-        has the state behind it, if there is one.
-
-        The last token is recomputed, because each stream samples its first token from its logits.
-        """
+        """A running sibling with the prompt's KV and state but for the last token, which each
+        stream recomputes to sample."""
         if not self.is_fresh or self.needs_prompt_rows:
             return None
         for sibling in self._running_siblings():
@@ -221,15 +211,13 @@ class Sequence:
 
     @property
     def is_before_fork(self) -> bool:
-        """True while the pages of a running sequence do not hold the prompt without its last
-        token."""
         most = self.num_prompt_tokens - 1
         return self.num_computed_tokens < most or self.page_copy is not None
 
     @property
     def has_fork_state(self) -> bool:
-        """True if a running sequence has the state behind its prompt without the last token, or
-        needs none. It is missing where there were too few slots."""
+        """Has the state after the prompt without its last token, or needs none; missing where slots
+        were too few."""
         state = self.state
         return state is None or self.num_prompt_tokens == 1 or state.for_samples is not None
 
@@ -258,11 +246,8 @@ class Sequence:
         self.awaited_key = None
 
     def append(self, token_id: int) -> FinishReason | None:
-        """Appends a token read back from the device; returns the finish reason if it is the last.
-
-        A stop token at the maximum length counts as "stop", and so does a token after which the
-        constraint allows none.
-        """
+        """Returns the finish reason of the last token: a stop token at the maximum length counts as
+        "stop", as does one after which the constraint allows none."""
         self.token_ids.append(token_id)
         self.num_pending_tokens -= 1
         self.is_retried = False
@@ -275,8 +260,7 @@ class Sequence:
         return "length" if len(self.token_ids) >= self.max_num_tokens else None
 
     def append_forced(self, token_id: int) -> FinishReason | None:
-        """Appends a token that is known without being sampled; if a launched step samples in its
-        place, that choice is void."""
+        """Appends a token without sampling; a launched step's sample in its place is discarded."""
         if self.num_pending_tokens:
             self.num_void_choices += 1
         else:
@@ -285,7 +269,7 @@ class Sequence:
         return self.append(token_id)
 
     def drop_drafts(self) -> None:
-        """After a step with drafts was read: the KV of tokens that it did not sample is void."""
+        """After a step with drafts was read: KV of tokens that it did not sample is discarded."""
         self.num_pending_tokens = 0
         self.num_computed_tokens = min(self.num_computed_tokens, len(self.token_ids) - 1)
 

@@ -1,7 +1,5 @@
-"""`SequenceList`: sequences in an order, of which any one leaves without a search through all.
-
-Owns the order; does not know what it means. Invariant: each sequence is in it at most once.
-"""
+"""`SequenceList`: sequences in an order, of which any one leaves without a search through all. Owns
+the order; does not know what it means. Invariant: each sequence is in it at most once."""
 
 import heapq
 from bisect import bisect_left
@@ -30,7 +28,6 @@ class SequenceList(SequenceOf[Sequence]):
         self._sequences.insert(0, sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Raises KeyError if it is not there."""
         index = bisect_left(self._sequences, self._ranks[sequence], key=self._ranks.__getitem__)
         del self._sequences[index], self._ranks[sequence]
 
@@ -69,7 +66,6 @@ class RunningRows(SequenceList):
         return bool(self._free)
 
     def append(self, sequence: Sequence) -> None:
-        """A waiting sequence runs."""
         sequence.row = heapq.heappop(self._free)
         sequence.status = SequenceStatus.RUNNING
         super().append(sequence)
@@ -81,7 +77,6 @@ class RunningRows(SequenceList):
         super().remove(sequence)
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if rows are lost or shared."""
         rows = [sequence.row for sequence in self if sequence.row is not None]
         assert len(rows) == len(self), "a running sequence has no row"
         assert sorted([*rows, *self._free]) == list(range(self._num_rows)), (

@@ -1,9 +1,6 @@
-"""`SequenceStates`: the recurrent states of sequences, and where their prefixes have snapshots.
-
-Owns which states of a sequence are kept, published and started from, over the slots of
-`core.recurrent_states` and the pages of a prefix cache. Invariant: a snapshot is published only
-behind a page of the prefix cache that holds the same prefix.
-"""
+"""`SequenceStates`: which recurrent states of sequences are kept, published and started from.
+Invariant: a snapshot is published only with a page of the prefix cache that holds the same
+prefix."""
 
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
@@ -41,8 +38,7 @@ class SequenceStates:
         self._interval = -(-limits.state_snapshot_interval // size) * size
 
     def prefix_of(self, page_ids: tuple[int, ...]) -> Prefix:
-        """The longest prefix of pages, which are those of the prefix cache, that ends with a
-        snapshot."""
+        """The longest prefix of cached pages that ends with a snapshot."""
         assert self._prefix_cache is not None
         count, slot = self.slots.longest(page_ids)
         found = page_ids[:count]
@@ -57,15 +53,13 @@ class SequenceStates:
         )
 
     def is_saving(self, prefix: Prefix, num_shared: int, coming: Coming) -> bool:
-        """Whether the first `num_shared` tokens, which another sequence computes, will have a
-        snapshot that saves work behind `prefix`. It is asked for one where the two part."""
+        """Whether waiting for the first `num_shared` tokens of another sequence gives a snapshot
+        that saves work after `prefix`; asks for one where the two differ."""
         state = coming.sequence.state
         assert state is not None, "a running sequence has a state"
         return state.ask_for(num_shared, coming.sequence.num_computed_tokens) > prefix.num_tokens
 
     def try_open(self, sequence: Sequence, prefix: Prefix) -> bool:
-        """Gives a sequence that starts behind a prefix its state; False if there are too few
-        slots."""
         state = SequenceState(current=prefix.state_slot)
         num_prompt_tokens = sequence.num_prompt_tokens
         if self._prefix_cache is not None:
@@ -92,36 +86,30 @@ class SequenceStates:
         return True
 
     def mark_found(self, sequence: Sequence, prefix: Prefix) -> None:
-        """A sequence that starts has found the snapshot of a prefix."""
         if prefix.num_published and prefix.state_slot is not None:
             self.slots.pool.mark_found((prefix.state_slot,))
             if _state_of(sequence).wanted:
                 self.slots.pool.mark_passed(prefix.state_slot)
 
     def try_reserve(self, sequence: Sequence) -> bool:
-        """Whether the next step of a sequence has a slot to write."""
         return self.slots.try_reserve(_state_of(sequence))
 
     def reserve_drafts(self, sequence: Sequence, count: int) -> int:
-        """Slots for as many drafts as there are some for; returns their number."""
         return self.slots.reserve_drafts(_state_of(sequence), count)
 
     def place(self, sequence: Sequence, start: int, end: int, num_drafts: int) -> Placement:
-        """Names the slots of a step; see `RecurrentStates.place`."""
         return self.slots.place(_state_of(sequence), start, end, num_drafts)
 
     def settle(self, sequence: Sequence) -> None:
-        """After a step with drafts was read: keeps the state behind the accepted ones."""
         self.slots.settle(_state_of(sequence), sequence.num_computed_tokens)
 
     def release(self, sequence: Sequence) -> None:
-        """Frees the slots of a sequence that leaves its row."""
         if sequence.state is not None:
             self.slots.release(sequence.state)
 
     def publish(self, sequence: Sequence, num_tokens: int) -> list[StateSnapshot]:
-        """Makes the states behind pages of the first `num_tokens` tokens snapshots, where these
-        pages are in the prefix cache; returns those that are new and of prompts."""
+        """Snapshots the states after cached pages of the first `num_tokens` tokens; returns new
+        ones of prompts."""
         state, published = _state_of(sequence), list[StateSnapshot]()
         if state.forks_at is not None and not sequence.awaits_fork:
             self.slots.free_for_samples(state)
@@ -143,7 +131,7 @@ class SequenceStates:
         return published
 
     def install(self, page_id: int, write: Callable[[int], bool]) -> bool:
-        """Adds a snapshot behind a page of the prefix cache from a store; False if there is one, or
+        """Adds a snapshot after a page of the prefix cache from a store; False if there is one, or
         no slot for it.
 
         Args:
@@ -161,14 +149,12 @@ class SequenceStates:
         return is_added
 
     def check_invariants(self, sequences: SequenceOf[Sequence]) -> None:
-        """Raises AssertionError if slots, states and pages disagree."""
         states = [each.state for each in sequences if each.state is not None]
         assert len(states) == len(sequences), "a running sequence has no state"
         cached = [] if self._prefix_cache is None else self._prefix_cache.page_ids
         self.slots.check_invariants(states, cached)
 
     def _page_of(self, sequence: Sequence, num_tokens: int) -> int | None:
-        """The page of the prefix cache that ends a sequence's first `num_tokens` tokens."""
         assert self._prefix_cache is not None, "snapshots are made for a prefix cache only"
         if sequence.published_serial is None:
             return None

@@ -1,9 +1,6 @@
-"""`SlotPrefixes`: finds slots whose KV begins like a sequence, where a page is a slot.
-
-A slot (`--kv-layout dense`) keeps what its last sequence computed until it is allocated again.
-Invariant: a hit is found by comparing contents, and a slot is known only up to the last token whose
-successor was sampled from finite logits.
-"""
+"""`SlotPrefixes`: finds slots (`--kv-layout dense`) whose KV begins like a sequence; a slot keeps
+its content until allocated again. Invariant: contents are compared, and a slot is known only up to
+the last token whose successor was sampled from finite logits."""
 
 import sys
 from collections.abc import Sequence as SequenceOf
@@ -20,8 +17,7 @@ BLOCK = 256
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """A slot's content. Its sequence appends to the same list of tokens, of which the first
-    `num_tokens` are known."""
+    """A slot's content: the first `num_tokens` of a list that its sequence appends to."""
 
     content: Content
     num_tokens: int
@@ -29,8 +25,8 @@ class _Known:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotPrefix:
-    """The first `num_tokens` tokens of a slot. `is_most` if they are at least half of its content,
-    so that little is lost if the sequence takes the slot over instead of copying them."""
+    """The first `num_tokens` tokens of a slot; `is_most`: at least half of it, so that a takeover
+    loses little."""
 
     slot: int
     num_tokens: int
@@ -39,18 +35,16 @@ class SlotPrefix:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Closest:
-    """How many of a prompt's first tokens the slot that shares most of them has, and whether that
-    slot `goes_on` behind them."""
+    """How many of a prompt's first tokens the closest slot has, and whether it `goes_on` after
+    them."""
 
     num_common: int
     goes_on: bool
 
 
 class SlotPrefixes:
-    """`unit` 1: slots can be continued after any token. A larger one: only after the last multiple
-    of `unit` tokens before the last one of their prompt, of which a runner with recurrent layers
-    keeps a snapshot.
-    """
+    """`unit` 1: slots continue after any token; otherwise only after the last multiple of `unit`
+    before their prompt's last token, where a recurrent runner keeps a snapshot."""
 
     def __init__(self, unit: int) -> None:
         self._unit = unit
@@ -60,8 +54,7 @@ class SlotPrefixes:
         return len(self._slots)
 
     def find(self, sequence: Sequence, content: Content) -> SlotPrefix | None:
-        """The slot that shares most tokens with a sequence; excludes at least its last token, and
-        all generated ones if there are snapshots only."""
+        """The closest slot, without the last token, and with snapshots without generated ones."""
         most = len(content.token_ids) - 1
         if self._unit > 1:
             if sequence.request.needs_prompt_rows:
@@ -78,8 +71,8 @@ class SlotPrefixes:
         return SlotPrefix(slot=best, num_tokens=length, is_most=is_most)
 
     def closest(self, content: Content, num_tokens: int) -> Closest:
-        """The slot with most of the first `num_tokens` tokens, whether it can be continued from
-        there or not."""
+        """The slot with most of the first `num_tokens` tokens, even if it cannot be continued
+        there."""
         best, goes_on = 0, False
         for known in self._slots.values():
             own = known.content
@@ -92,8 +85,6 @@ class SlotPrefixes:
         return Closest(num_common=best, goes_on=goes_on)
 
     def publish(self, sequence: Sequence, content: Content, num_tokens: int) -> bool:
-        """Records the first `num_tokens` tokens of a sequence's slot; False if it cannot be
-        continued."""
         if self._unit > 1:
             if sequence.request.needs_prompt_rows:
                 return False
@@ -106,7 +97,6 @@ class SlotPrefixes:
         return True
 
     def forget(self, slot: int) -> None:
-        """Removes a slot that is about to be overwritten."""
         del self._slots[slot]
 
     def _common(self, known: _Known, content: Content, most: int) -> int:
@@ -132,7 +122,6 @@ def num_alike(one: Content, other: Content) -> int:
 
 
 def common_length(one: SequenceOf[int], other: SequenceOf[int], limit: int) -> int:
-    """The number of tokens, at most `limit`, up to which two sequences are equal."""
     start = 0
     while start < limit:
         end = min(start + BLOCK, limit)

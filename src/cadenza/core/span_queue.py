@@ -1,9 +1,6 @@
-"""`SpanQueue`: the span that is computed in quanta (`whole_spans`), how much of it in a step.
-
-The device keeps the residual stream of one span, its holder's. Invariant: until its last quantum is
-launched, the holder stands where the span's rows begin, and nothing of them is counted; whatever
-takes its row, its pages or the device's state away drops the span, which is computed anew.
-"""
+"""`SpanQueue`: the bidirectional image block computed in work items (`whole_spans`); the device
+keeps one's residual stream. Invariant: until its last item is launched, its holder stays at the
+block's start and none of its rows count; losing the row, pages or device state drops the block."""
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
@@ -19,8 +16,8 @@ from cadenza.core.whole_spans import SpanRest, SpanShape, WholeSpan, cut_within
 
 @dataclass(slots=True, eq=False)
 class _Held:
-    """The span that is computed for a sequence: its uncomputed rows, of which quanta are launched,
-    or may be in the step that is being planned."""
+    """The block computed for a sequence: its uncomputed rows, of which work items are launched or
+    planned."""
 
     sequence: Sequence
     rows: WholeSpan
@@ -39,13 +36,13 @@ class SpanQueue(StepWork):
         self._page_size = page_size
         self.cost = _first_cost(bound.cost, shape)
         self.num_computed = 0
-        """Spans that steps have computed in quanta; never decreases."""
+        """Spans that steps have computed in work items; never decreases."""
         self._held: _Held | None = None
         self._plan: StepPlan | None = None
 
     @property
     def holder(self) -> Sequence | None:
-        """The sequence of the span of which some quanta are launched, but not all."""
+        """The sequence of the span of which some work items are launched, but not all."""
         held = self._held
         return held.sequence if held is not None and held.has_begun else None
 
@@ -55,8 +52,7 @@ class SpanQueue(StepWork):
             self._held = None
 
     def serves(self, sequence: Sequence) -> bool:
-        """Whether its spans are computed in quanta where they do not fit. Logit rows within spans,
-        and states of recurrences, are those of steps."""
+        """Logit rows within blocks and recurrent states need a whole step."""
         return (
             bool(sequence.whole_spans) and not sequence.needs_prompt_rows and sequence.state is None
         )
@@ -68,9 +64,8 @@ class SpanQueue(StepWork):
         return replace(part, has_quanta=True, rest=rest)
 
     def rest_of(self, sequence: Sequence, start: int) -> SpanRest | None:
-        """What is left of the span in which a sequence stands at `start`, if its quanta may be
-        computed now: nobody else's are, and nobody asked before in this step. Whose step it is
-        alone displaces the holder, which could not go on in it."""
+        """The rest of the block at `start`, if nobody holds another or asked before in this step. A
+        step of one retried sequence displaces the holder."""
         span = cut_within(sequence.whole_spans, start + 1)
         if span is None:
             return None
@@ -86,8 +81,7 @@ class SpanQueue(StepWork):
         return held.rest
 
     def launch(self, plan: StepPlan, batch: Batch) -> int:
-        """With the last quantum the sequence has computed its span; of a prompt's last token only
-        keys and values are."""
+        """The last work item completes the block; of a prompt's last token only keys and values."""
         held = self._held
         if plan.quanta is None:
             return 0
@@ -118,7 +112,6 @@ class SpanQueue(StepWork):
         return sequence.num_computed_tokens - start
 
     def leave_row(self, sequence: Sequence) -> None:
-        """What was computed of its span is dropped."""
         if self._held is not None and self._held.sequence is sequence:
             self._held = None
 
@@ -146,7 +139,7 @@ class SpanQueue(StepWork):
 
 
 def _first_cost(cost: StepCost, shape: SpanShape) -> ImageCost:
-    """What the costs of steps imply: a quantum reads a layer's weights."""
+    """What the costs of steps imply: a work item reads a layer's weights."""
     return ImageCost(
         quantum_ms=max(SMALLEST_MS, cost.fixed_ms / shape.num_passes),
         product_ms=cost.token_ms,

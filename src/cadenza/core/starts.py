@@ -1,8 +1,6 @@
-"""`Starts`: which waiting sequences start in a step, and why the others wait.
-
-Invariants: one that lacks room of its own keeps all behind it waiting (`ENDS_STARTS`), so that what
-it lacks is left to it, and one that lacks its tenant's quota those of the tenant.
-"""
+"""`Starts`: which waiting sequences start in a step, and why the others wait. Invariants: one that
+lacks room of its own keeps all later ones waiting (`ENDS_STARTS`), so that room stays for it; one
+that lacks its tenant's quota those of the tenant."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -21,8 +19,8 @@ from cadenza.events import Started
 ENDS_STARTS = frozenset({WaitReason.ROW, WaitReason.PAGES, WaitReason.STEP})
 
 MAX_PARTIAL_PREFILLS = 2
-"""Prompts that may be partially computed at the same time, unless preemption adds some. Tenants
-under their share may have as many, whatever the others have."""
+"""Prompts partially computed at once, unless preemption adds some; tenants under their share have
+as many more."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -44,7 +42,6 @@ class Starts:
     started: list[Started] = field(default_factory=list[Started])
 
     def part_of(self, sequence: Sequence, start: int) -> PromptPart:
-        """What can be computed now of a prompt from `start` on."""
         part = PromptPart(
             start=start,
             num_left=sequence.num_tokens - start,
@@ -57,7 +54,6 @@ class Starts:
         return part
 
     def start_all(self, waiting: Iterable[Sequence]) -> list[Sequence]:
-        """Starts `waiting` sequences in order while rows and pages remain."""
         started: list[Sequence] = []
         for sequence in waiting:
             reason = self._try_start_any(sequence)
@@ -72,8 +68,7 @@ class Starts:
     def start_beside(
         self, waiting: Iterable[Sequence], shares: PromptShares, budget: StepBudget
     ) -> list[Sequence]:
-        """Starts `waiting` sequences in order while rows and pages remain, and as long as the next
-        one would compute something in this step."""
+        """While rows and pages remain, and the next one would compute something in this step."""
         started: list[Sequence] = []
         full: set[str] = set()
         for sequence in waiting:
@@ -151,7 +146,6 @@ class Starts:
         return None
 
     def _try_start(self, sequence: Sequence, prefix: Prefix) -> bool:
-        """Gives a waiting sequence a row and the pages of all its tokens; False without pages."""
         if not self.reservations.can_start(self.kv_cache, sequence, prefix):
             return False
         is_new, counts = sequence.num_cached_tokens is None, self.counts
@@ -172,7 +166,6 @@ class Starts:
         return True
 
     def _note_start(self, sequence: Sequence, prefix: Prefix) -> None:
-        """The event and the charge of the first time that a sequence starts."""
         if sequence.has_started:
             return
         if not any(each.has_started for each in sequence.siblings):

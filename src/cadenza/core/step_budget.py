@@ -1,9 +1,6 @@
-"""`StepBudget`: what one step may hold; `PromptShares`: how its prompts share what decodes leave.
-
-Owns the limits of a step (tokens, milliseconds, logit rows, masks) and the rule by which prompts
-share them. Invariant: the shares are those of all prompts given so far, in the order in which they
-were given; how they were given does not matter.
-"""
+"""`StepBudget`: a step's limits (tokens, milliseconds, logit rows, masks); `PromptShares`: how
+prompts share what decodes leave. Invariant: shares depend on all prompts given so far and their
+order, not on how they were given."""
 
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
@@ -16,22 +13,21 @@ from cadenza.core.step_schema import NUM_EXTRA_LOGIT_ROWS
 from cadenza.core.whole_spans import SpanRest, WholeSpan, cut_within, fitting_count
 
 LEAST_SHARE = 1 / 16
-"""Of a step's prompt tokens, for the oldest prompt beside those that come first; at least one."""
+"""Of prompt tokens, for the oldest prompt with prioritised ones; at least one."""
 
 SHORT_SHARE = 0.5
-"""Of a step's prompt tokens, for the shortest prompt behind an older one."""
+"""Of a step's prompt tokens, for the shortest prompt after an older one."""
 
 FINISH_SHARE = 1 - LEAST_SHARE
 """What it may take in place of that where it is then whole; see `PromptBudget`."""
 
 SURE_SHARE = 0.999
-"""Of a step's time. Prompts that take no more fit whatever their order: the rest is far more than
-the rounding of sums."""
+"""Of a step's time: prompts that take no more fit in any order, with room for rounding."""
 
 
 MAX_STEP_MASKS, MAX_ROW_MASKS = 16, 8
-"""Masks that a step makes for drafts of all constrained sequences, and of one. Each waits for the
-one before it, and a grammar can be such that one takes 5 ms."""
+"""Masks for drafts of all constrained sequences, and of one; each waits for the last and may take 5
+ms."""
 
 
 def num_row_masks(sequences: Iterable[Sequence]) -> int:
@@ -43,12 +39,9 @@ def num_row_masks(sequences: Iterable[Sequence]) -> int:
 
 
 class StepBudget:
-    """The budget of one step of up to `max_num_tokens` tokens, whose time `bound` bounds.
-
-    `num_rows` are the logit rows that are left for prompts and drafts. `may_finish_short` is that
-    of `PromptBudget`. `kept_share` is kept for encoding and scoring, of the time that decodes
-    leave.
-    """
+    """Up to `max_num_tokens` tokens, in the time of `bound`; `num_rows` logit rows for prompts and
+    drafts; `may_finish_short` as in `PromptBudget`; `kept_share` of the time after decodes for
+    encoding and scoring."""
 
     def __init__(
         self,
@@ -65,7 +58,6 @@ class StepBudget:
         self._kept_share = kept_share
 
     def lacks_rows(self, sequence: Sequence) -> bool:
-        """Whether a sequence needs logit rows of its prompt, and none is left."""
         return not self.num_rows and sequence.needs_prompt_rows
 
     def take_rows(self, sequence: Sequence, count: int) -> int:
@@ -79,7 +71,6 @@ class StepBudget:
         return count
 
     def num_forced(self, decodes: SequenceOf[Sequence]) -> int:
-        """Forced tokens that fit beside one token of each of `decodes`."""
         if not any(sequence.constraint is not None for sequence in decodes):
             return 0
         left = self.beside(decodes, len(decodes))
@@ -87,7 +78,6 @@ class StepBudget:
         return int(max(0, min(left.num_tokens, in_time)))
 
     def beside(self, decodes: SequenceOf[Sequence], num_new_tokens: int) -> "PromptBudget":
-        """What is left for prompts beside decodes that compute `num_new_tokens` together."""
         num_tokens = self._max_num_tokens - num_new_tokens
         budget = PromptBudget(num_tokens=num_tokens, may_finish_short=self._may_finish_short)
         if self._bound is not None:
@@ -104,12 +94,9 @@ class StepBudget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptPart:
-    """The uncomputed tokens of a prompt: `num_left` from position `start`.
-
-    `has_logits`: each of them has a row of logits (prompt log probabilities). `is_first`: it comes
-    before all prompts of which this is not said. `spans` are not cut; with `has_quanta` one that
-    does not fit is left to quanta, of which `rest` are those that may be computed now.
-    """
+    """`num_left` uncomputed tokens of a prompt from `start`. `has_logits`: each has a row;
+    `is_first`: prioritised. `spans` are not cut; with `has_quanta` one that does not fit is left to
+    work items, of which `rest` may be computed now."""
 
     start: int
     num_left: int
@@ -121,7 +108,6 @@ class PromptPart:
 
     @property
     def has_begun(self) -> bool:
-        """Whether quanta of its span are computed."""
         return self.rest is not None and self.rest.has_begun
 
     @property
@@ -131,12 +117,10 @@ class PromptPart:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class PromptBudget:
-    """What a step may still compute of prompts: tokens and, with a bound, milliseconds.
-
-    `num_granted` tokens may be computed whatever time they take. `may_finish_short`: the shortest
-    prompt may have more than half if it is whole then. The oldest must have had a step without a
-    shorter one before that happens again, so that it has half of the steps' time on average.
-    """
+    """What a step may still compute of prompts: tokens and, with a bound, milliseconds,
+    `num_granted` tokens in any case. `may_finish_short`: the shortest prompt may take more than
+    half if that completes it; not again before the oldest had a step without a shorter one, so that
+    it keeps half of the time."""
 
     num_tokens: int
     left_ms: float = inf
@@ -148,8 +132,6 @@ class PromptBudget:
         return replace(self)
 
     def take(self, part: PromptPart, share: float = 1.0) -> int:
-        """Takes as many tokens of `part` as fit `share` of what is left; returns their number.
-        Without quanta that is the span that it begins with, as long as there are tokens for it."""
         if not part.num_left or not self.num_tokens:
             return 0
         count = min(part.num_left, int(self.num_tokens * share))
@@ -167,8 +149,8 @@ class PromptBudget:
         return count
 
     def take_quanta(self, rest: SpanRest, share: float) -> int:
-        """Takes as many quanta of a span as fit `share` of the time, and at least one where tokens
-        are granted; without any time as much as these. Returns their number."""
+        """Takes work items that fit `share` of the time, at least one where tokens are granted or
+        time is unbounded; returns how many."""
         granted = int(self.num_granted * share)
         count = rest.num_within(self.left_ms * share)
         if not count and granted and rest.num_left:
@@ -186,14 +168,10 @@ class PromptBudget:
 
 
 class PromptShares:
-    """What each of the prompts given takes of `budget`, oldest first.
-
-    Those that are first take what they can, but for a part that keeps the oldest of the others
-    going. Among them, and among the others, the prompt with the fewest tokens left gets up to half,
-    so that a short prompt need not wait for a long one; the oldest gets the rest, and what it
-    leaves goes to the others in order. Among the others the shortest may get more, if the budget
-    says so. Adding a prompt takes constant time while all fit.
-    """
+    """What each prompt takes of `budget`, oldest first. Prioritised ones take all they can but for
+    a part that keeps the oldest other going. In each group the shortest gets up to half (more, if
+    the budget says so), the oldest the rest, and what is left goes to the others in order. Adding a
+    prompt takes constant time while all fit."""
 
     def __init__(self, budget: PromptBudget, parts: Iterable[PromptPart] = ()) -> None:
         self._budget = budget
@@ -207,21 +185,17 @@ class PromptShares:
 
     @property
     def has_tokens(self) -> bool:
-        """Whether there are any to share."""
         return self._budget.num_tokens > 0
 
     @property
     def counts(self) -> list[int]:
-        """The tokens of each prompt."""
         return self._share().counts
 
     @property
     def quanta(self) -> list[int]:
-        """The quanta of each prompt's span, in place of tokens."""
         return self._share().quanta
 
     def num_span_rows(self, index: int) -> int:
-        """Rows of the span of a prompt that has quanta."""
         rest = self._parts[index].rest
         assert rest is not None, "a prompt without a span has no quanta"
         return rest.num_rows
@@ -233,14 +207,13 @@ class PromptShares:
 
     @property
     def may_finish_short(self) -> bool:
-        """Whether the shortest prompt of the next step may have more than half."""
         shared = self._share()
         if shared.has_shorter:
             return self._budget.may_finish_short and not shared.has_finished_short
         return True
 
     def add(self, part: PromptPart) -> int:
-        """The tokens, or quanta, of one more prompt, behind those given so far."""
+        """The tokens, or work items, of one more prompt, after those given so far."""
         self._append(part)
         if self._all_fit:
             return part.num_left
@@ -276,11 +249,8 @@ class PromptShares:
 
 
 class _Shared:
-    """The shares of all prompts, and the budget that is `left` behind them.
-
-    `has_shorter`: one that is not first is shorter than the oldest of these; `has_finished_short`:
-    it had more than half, and is whole.
-    """
+    """Shares of all prompts, and the budget `left` after them. `has_shorter`: than the oldest not
+    prioritised; `has_finished_short`: that one had more than half, and is whole."""
 
     def __init__(self, budget: PromptBudget, parts: list[PromptPart], *, all_fit: bool) -> None:
         self.left = budget
@@ -316,7 +286,6 @@ class _Shared:
             self._take(index)
 
     def _take(self, index: int, share: float = 1.0) -> None:
-        """Tokens, or quanta of the span that does not fit."""
         part = self._rest(index)
         count = 0 if part.has_begun else self.left.take(part, share)
         self.counts[index] += count

@@ -1,8 +1,5 @@
-"""`StepCost`: how long a step takes, predicted from what it computes; `StepBound`: a bound on it.
-
-Owns the prediction and its correction by measured steps; `step_budget` spends the time. Invariant:
-predictions are positive and grow with each part of the load.
-"""
+"""`StepCost`: a step's time, predicted from its load and corrected by measured steps; `StepBound`:
+a bound on it. Invariant: predictions are positive and grow with each part of the load."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -19,10 +16,8 @@ SMALLEST_MS = 1e-9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLoad:
-    """What a step computes: tokens, rows of logits, and keys that its tokens attend to.
-
-    A token at position p attends to p + 1 keys, its own among them.
-    """
+    """A step's tokens, logit rows and keys; a token at position p attends to p + 1 keys, its own
+    among them."""
 
     num_tokens: int = 0
     num_logits: int = 0
@@ -46,7 +41,6 @@ class StepLoad:
 
 
 def num_keys(start: int, count: int) -> int:
-    """Keys that `count` tokens from position `start` attend to."""
     return count * start + count * (count + 1) // 2
 
 
@@ -68,11 +62,9 @@ class StepCost:
         )
 
     def row_ms(self, num_keys: float) -> float:
-        """Of one more token with a logit row, which attends to `num_keys` keys."""
         return self.token_ms + self.logit_ms + self.key_ms * num_keys
 
     def scaled(self, factor: float) -> "StepCost":
-        """Of steps that take `factor` times as long."""
         return StepCost(
             fixed_ms=self.fixed_ms * factor,
             token_ms=self.token_ms * factor,
@@ -81,11 +73,8 @@ class StepCost:
         )
 
     def corrected(self, load: StepLoad, measured_ms: float) -> "StepCost":
-        """After a step of `load` took `measured_ms`.
-
-        Each part changes in proportion to its share of the prediction, so that a step says most
-        about what it consists of, and no cost becomes negative.
-        """
+        """After a step took `measured_ms`: each part changes by its share of the prediction; no
+        cost becomes negative."""
         predicted = self.predict_ms(load)
         ratio = min(MAX_RATIO, max(1 / MAX_RATIO, measured_ms / predicted))
         factor = CORRECTION * (ratio - 1) / predicted
@@ -101,10 +90,8 @@ class StepCost:
         )
 
     def most_tokens(self, start: int, left_ms: float, *, has_logits: bool = False) -> float:
-        """The most prompt tokens from position `start` that take `left_ms`; may be a fraction.
-
-        `has_logits`: each of them has a row of logits.
-        """
+        """Prompt tokens from `start` that take `left_ms`, a fraction; `has_logits`: each has a row
+        of logits."""
         if left_ms <= 0:
             return 0.0
         # key_ms / 2 * n^2 + linear * n = left_ms
@@ -125,8 +112,8 @@ class StepCost:
         return int(left_ms / (MIN_PROMPT_TOKENS * self.key_ms) + 1e-3) + MIN_PROMPT_TOKENS
 
     def prefill_share(self, bound_ms: float, num_tokens: int) -> float:
-        """The rate of a prompt in steps of at most `bound_ms`, as a share of its rate in steps of
-        `num_tokens`; early in a context, beside no decodes."""
+        """A prompt's rate in steps of at most `bound_ms`, relative to steps of `num_tokens`,
+        without decodes."""
         most = self.most_tokens(0, bound_ms - self.fixed_ms)
         count = min(num_tokens, max(most, MIN_PROMPT_TOKENS))
         bounded = self.fixed_ms / count + self.token_ms
@@ -154,7 +141,7 @@ def fit_step_cost(
         one_row: one token of one sequence, early in its context.
         all_rows: one such token of each row; None if there is one row only.
         chunk: prompt tokens from the context's start, without logits.
-        far_chunk: as many prompt tokens far behind; None where keys cost nothing.
+        far_chunk: as many prompt tokens late in the context; None where keys cost nothing.
     """
     num_more = max(1, chunk.load.num_tokens - one_row.load.num_tokens)
     token_ms = (chunk.ms - one_row.ms) / num_more
@@ -192,10 +179,8 @@ def last_granted(max_model_len: int) -> int:
 
 
 def derive_bound_ms(cost: StepCost, num_rows: int, max_model_len: int) -> float:
-    """The default bound, at least 50 ms: twice a step in which every row decodes, or, if that takes
-    longer, such a step beside the fewest tokens that a prompt gets at the end of the context or of
-    `BOUND_CONTEXT`.
-    """
+    """At least 50 ms: twice a full decode step or, if longer, one with the fewest prompt tokens at
+    `BOUND_CONTEXT`."""
     decode_ms = cost.predict_ms(full_decode(num_rows))
     granted_ms = cost.granted_ms(num_rows, last_granted(max_model_len))
     return max(MIN_BOUND_MS, DECODE_STEPS_PER_BOUND * decode_ms, granted_ms)
@@ -218,7 +203,7 @@ class StepBound:
         max_ms: the bound; also the longest time between two tokens of a stream that is not
             preempted, as far as the predictions hold.
         tail: the multiple of its prediction that one step with prompts in a hundred exceeds. Where
-            it is above `TOLERANCE`, as beside other work of the machine, steps are planned shorter.
+            it is above `TOLERANCE`, as with other load on the machine, steps are shorter.
         num_granted: steps with `MIN_PROMPT_TOKENS` although they are predicted to exceed the bound.
         num_exceeded: steps that took longer than the bound.
     """
@@ -231,7 +216,6 @@ class StepBound:
     num_exceeded: int = 0
 
     def left_ms(self, decodes: StepLoad) -> float:
-        """What is left for prompts beside `decodes`; negative if these alone exceed the bound."""
         return self.max_ms * min(1.0, TOLERANCE / self.tail) - self.cost.predict_ms(decodes)
 
     def count(self, measured_ms: float) -> None:
@@ -239,7 +223,6 @@ class StepBound:
         self.num_exceeded += measured_ms > self.max_ms
 
     def observe(self, load: StepLoad, measured_ms: float) -> None:
-        """A step took `measured_ms`."""
         self.count(measured_ms)
         if load.num_tokens > load.num_logits:
             is_late = measured_ms > self.tail * self.cost.predict_ms(load)

@@ -1,9 +1,6 @@
-"""`StepDrafts`: the drafts of a step, from the `Drafter`s that its sequences use.
-
-Owns which sequences of a step may draft, and what waiting for their newest tokens costs.
-Invariants: drafts take only what the step has left over, and no page from others; a sequence drafts
-only behind its newest token, which has been read.
-"""
+"""`StepDrafts`: the drafts of a step, from the `Drafter`s that its sequences use. Invariants:
+drafts take only what the step has left, and no page from others; a sequence drafts only after its
+newest token, which has been read."""
 
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
@@ -34,8 +31,7 @@ from cadenza.figures import Figure
 
 WEIGHT_OF_NEWEST_WAIT = 0.2
 FIRST_PROBE, LAST_PROBE = 16, 64
-"""After so many steps the sequences that look drafts up are waited for, whatever it costs: what
-follows may be easier to guess than what came before."""
+"""Steps after which look-ups are waited for whatever it costs: new text may be easier to guess."""
 
 REPLAN_AFTER_STEPS = 4
 """Steps for which a plan without drafts holds: planning takes a tenth of a short step's time."""
@@ -80,8 +76,8 @@ class DraftStep:
     def plan(
         self, wanted: SequenceOf[tuple[Sequence, int]], drafter: StepCost | None = None
     ) -> DraftNumbers:
-        """How many drafts each sequence should have, at most as many as given; `drafter` is what
-        making them costs. The cost of the step must be known."""
+        """Drafts for each sequence, at most as given; `drafter` is what making them costs. `cost`
+        must be known."""
         assert self.cost is not None, "without a cost there is nothing to weigh"
         pace = self.pace if drafter is None else None
         chances = [chance_of(sequence, most, pace) for sequence, most in wanted]
@@ -96,22 +92,19 @@ class Drafter(Protocol):
         ...
 
     def is_worth(self, sequences: SequenceOf[Sequence], step: DraftStep) -> bool:
-        """Whether drafts of some of the sequences are worth their time, as far as that is known
-        before their newest tokens are; if not, none are due for a while."""
+        """Whether some drafts are worth their time before newest tokens are known; if not, none are
+        due for a while."""
         ...
 
     def propose(self, slots: SequenceOf[DraftSlot], step: DraftStep) -> None:
-        """Gives drafts to some of the entries, and to constrained ones the masks of all choices.
-
-        Raises nothing: a step is as right without drafts.
-        """
+        """Gives drafts to some entries, and all masks to constrained ones. Raises nothing: steps
+        are right without drafts."""
         ...
 
 
 @dataclass(slots=True)
 class Probes:
-    """Which steps try drafts although they are not known to save time: fewer and fewer, while they
-    do not."""
+    """Steps that try drafts not known to save time: fewer and fewer, while they do not."""
 
     _at: int = FIRST_PROBE
     _every: int = FIRST_PROBE
@@ -178,8 +171,8 @@ class SourceDrafter:
     def _counts(
         self, found: SequenceOf[tuple[DraftSlot, tuple[int, ...]]], step: DraftStep
     ) -> list[int]:
-        """How many of the drafts are worth their time, of each entry; [] for no step with drafts,
-        since the one behind it waits for it to be read."""
+        """Drafts worth their time, of each entry; [] for none at all, since the next step waits for
+        a step with drafts."""
         wanted = [(slot.entry.sequence, len(drafts)) for slot, drafts in found]
         if step.cost is None or not found:
             return [most for _, most in wanted]
@@ -206,8 +199,8 @@ class SourceDrafter:
 
 
 class StepDrafts(StepWork):
-    """`drafter` is that of sequences without a source of their own; `on_drafts` is called when
-    drafts begin or cease to pay."""
+    """`drafter`: of sequences without their own source; `on_drafts`: called when drafts begin or
+    cease to pay."""
 
     def __init__(
         self,
@@ -241,7 +234,7 @@ class StepDrafts(StepWork):
             base = base.without(entry.end - count, count)
         self._observe_drafts(batch, base, measured_ms, cost, idle_ms)
         if batch.num_prompt_rows or batch.has_quanta:
-            return  # not all rows of logits are those of decoding rows, or quanta take some time
+            return  # rows of logits that do not decode, or work items take time
         if num_drafts or idle_ms is None:
             self._costs.observe(base, num_drafts, measured_ms, cost, idle_ms or 0.0)
 
@@ -268,7 +261,6 @@ class StepDrafts(StepWork):
         self._returns.observe(batch, base.num_logits, known, measured_ms, waited_ms)
 
     def settle(self, batch: Batch) -> None:
-        """Enters what the step's drafts gave."""
         for entry in batch.entries if batch.has_drafts else ():
             if entry.drafts:
                 self.counts.add(len(entry.drafts), entry.num_accepted)
@@ -282,11 +274,8 @@ class StepDrafts(StepWork):
     def must_follow(
         self, running: SequenceOf[Sequence], number: int, cost: StepCost | None
     ) -> bool:
-        """Whether the step of this number is to be scheduled only when no step is in flight: its
-        drafts follow the newest tokens, and a second model runs beside no step.
-
-        To be asked once for a step: it counts probes, and notes until when a no holds.
-        """
+        """Whether the step waits until none is in flight: drafts follow the newest tokens. Ask once
+        a step: it counts probes."""
         has_source: list[Sequence] = []
         has_none: list[Sequence] = []
         for sequence in running:
@@ -322,12 +311,8 @@ class StepDrafts(StepWork):
     def extend(
         self, entries: SequenceOf[BatchEntry], num_rows: int, number: int, cost: StepCost | None
     ) -> None:
-        """Gives drafts to entries that sample in the step of this number, of which `num_rows` may
-        have logits.
-
-        There are none in a step whose masks follow its launch: those of drafts cannot. `cost`: what
-        steps cost; None if it is not known.
-        """
+        """Gives drafts to entries that sample, of which `num_rows` may have logits. None in a step
+        whose masks follow its launch. `cost`: None if not known."""
         if not any(entry.sequence.drafting is not None for entry in entries):
             return
         if any(_has_undecided_mask(entry.sequence) for entry in entries):
@@ -368,7 +353,7 @@ class StepDrafts(StepWork):
 
 
 def _slots(entries: SequenceOf[BatchEntry], room: int) -> list[DraftSlot]:
-    """Those that may have drafts behind their newest token."""
+    """Those that may have drafts after their newest token."""
     found: list[DraftSlot] = []
     num_masks = num_row_masks([entry.sequence for entry in entries])
     for entry in entries:
@@ -378,7 +363,7 @@ def _slots(entries: SequenceOf[BatchEntry], room: int) -> list[DraftSlot]:
             continue
         if not drafting.is_due(end):
             continue
-        # A second model needs one new token, behind pages that are the sequence's own.
+        # A second model needs one new token, after pages that are the sequence's own.
         is_alone = entry.num_new_tokens == 1 and sequence.page_copy is None
         if drafting.source is None and not is_alone:
             continue

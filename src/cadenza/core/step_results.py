@@ -1,9 +1,6 @@
-"""`StepResults`: applies what a step gave to its sequences, and makes the events of it.
-
-Owns the reading of logit rows: which choices count, which drafts stay, what ends a sequence. It
-publishes in the KV cache what is known to be right. Invariant: an entry whose sequence has ended
-changes nothing.
-"""
+"""`StepResults`: applies a step's output to its sequences, and makes the events: which samples
+count, which drafts stay, what ends a sequence. Publishes in the KV cache what is known to be right.
+Invariant: an entry whose sequence has ended changes nothing."""
 
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
@@ -42,10 +39,8 @@ NO_DRAFT = DraftOutcome(is_draft=False, num_rejected=0)
 
 
 class StepChoices(NamedTuple):
-    """A step's output, and of its logit rows what every row reads, as lists.
-
-    `hidden_places` are the places in `StepOutput.hidden` by logit row.
-    """
+    """A step's output, its common columns as lists; `hidden_places` are the indices in
+    `StepOutput.hidden` by logit row."""
 
     output: StepOutput
     token_ids: list[int]
@@ -80,8 +75,8 @@ class StepChoices(NamedTuple):
 
 
 class StepResults:
-    """Applies steps in launch order; `end` gives back a sequence's row and pages; `placeholder` is
-    never generated."""
+    """Applies steps in launch order; `end` gives back a row and pages; `placeholder` is never
+    generated."""
 
     def __init__(
         self,
@@ -140,10 +135,7 @@ class StepResults:
     def _verify_drafts(
         self, entry: BatchEntry, choices: StepChoices, first: int, events: list[Event]
     ) -> None:
-        """Takes tokens while each draft is the one that was sampled in its place, and one more.
-
-        Logit rows behind the first draft that is not are never looked at.
-        """
+        """Takes tokens while drafts match, and one more; later logit rows are ignored."""
         sequence, num_accepted = entry.sequence, 0
         for index, draft in enumerate(entry.drafts, first):
             is_draft = choices.token_ids[index] == draft
@@ -186,8 +178,7 @@ class StepResults:
             self._take_forced(sequence, events)
 
     def _take_forced(self, sequence: Sequence, events: list[Event]) -> None:
-        """Takes tokens that must follow without sampling them: each is the only one that the mask
-        of its place allows."""
+        """Takes tokens that are the only ones their masks allow, without sampling."""
         if sequence.constraint is None or sequence.is_finished or not may_be_forced(sequence):
             return
         for token_id in sequence.constraint.forced()[:MAX_FORCED_TOKENS]:
@@ -229,10 +220,8 @@ class StepResults:
         return events
 
     def _end_prompt(self, entry: BatchEntry, choices: StepChoices, index: int) -> Finished:
-        """Ends a sequence with `max_tokens` 0; the token that the step sampled is dropped.
-
-        The step is still needed: pages are published only if its logits are finite.
-        """
+        """Ends a sequence with `max_tokens` 0; the step is needed: pages are published only if
+        logits are finite."""
         sequence, pool = entry.sequence, entry.sequence.pool
         sequence.num_pending_tokens -= 1
         if pool is not None:
@@ -245,8 +234,8 @@ class StepResults:
         return finished_event(sequence, "length" if pool is None else "stop")
 
     def _take_prompt_rows(self, batch: Batch, choices: StepChoices, events: list[Event]) -> None:
-        """Folds hidden states of pooled sequences; of the others, adds an event for each entry with
-        log probabilities not yet reported."""
+        """Folds pooled hidden states; adds an event for each entry with unreported prompt
+        logprobs."""
         output, stop = choices.output, 0
         for entry in batch.entries:
             indices = range(stop, stop + len(entry.prompt_rows))
@@ -272,7 +261,6 @@ class StepResults:
             )
 
     def fail(self, sequence: Sequence, error: str, kind: ErrorKind) -> Finished:
-        """Ends a sequence with an error."""
         self._end(sequence)
         return finished_event(sequence, "error", error=error, kind=kind)
 

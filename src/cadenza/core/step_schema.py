@@ -70,10 +70,8 @@ RowSetting = Callable[[Sequence], int | float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FieldSpec:
-    """A declared field: `columns` words per entry; its axis has `extra` additional entries.
-
-    `setting` computes a sampling setting, which is constant while a sequence is in a row.
-    """
+    """`columns` words per entry, on an axis with `extra` more; `setting` is constant while a
+    sequence has its row."""
 
     name: str
     dtype: np.dtype[Any]
@@ -94,8 +92,6 @@ def _words(
     extra: int = 0,
     setting: RowSetting | None = None,
 ) -> dict[str, Any]:
-    """A field's declaration, as dataclass metadata. Arrays have the shape [length], or
-    [length, columns] if `columns` > 1."""
     return {
         "dtype": np.dtype(dtype),
         "fill": fill,
@@ -125,7 +121,7 @@ class TokenInputs(Generic[A]):
     ids: A = field(metadata=_words())  # LAST_SAMPLED or an id
     positions: A = field(metadata=_words())
     slots: A = field(metadata=_words(fill=PADDING))  # page * S + offset
-    state_slots: A = field(metadata=_words(fill=NO_STATE))  # get the state behind the token
+    state_slots: A = field(metadata=_words(fill=NO_STATE))  # get the state after the token
     image_slots: A = field(metadata=_words(fill=NO_IMAGE))  # have the embedding of a placeholder
     rope_positions: A = field(metadata=_words(fill=NO_ROPE_POSITION, columns=3))
     reaches: A = field(metadata=_words(fill=NO_REACH))  # the last position of the token's span
@@ -134,18 +130,13 @@ class TokenInputs(Generic[A]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowInputs(Generic[A]):
-    """[R]; `query_starts` is [R + 1].
-
-    `decode_starts` is the position of a prompt's last token, or 0 if the logits of all its tokens
-    are needed. A backend whose results depend on how tokens are cut into calls computes a row's
-    tokens from there on one at a time, also when they are computed again.
-
-    `state_starts` are the slots of the recurrent state before the row's first token of the step. A
-    slot that a step writes is read by no other row of it.
-
-    Where `score_lens` is not 0, the row's last token of the step scores the tokens before that
-    position (`backends.base.PromptScorer`).
-    """
+    """[R]; `query_starts` is [R + 1]. `decode_starts` is the position of a prompt's last token, or
+    0 if the logits of all its tokens are needed. A backend whose results depend on how tokens are
+    cut into calls computes a row's tokens from there on one at a time, also when they are computed
+    again. `state_starts` are the slots of the recurrent state before the row's first token of the
+    step. A slot that a step writes is read by no other row of it. Where `score_lens` is not 0, the
+    row's last token of the step scores the tokens before that position
+    (`backends.base.PromptScorer`)."""
 
     query_starts: A = field(metadata=_words(extra=1))
     kv_lens: A = field(metadata=_words())  # including this step's tokens; 0 for unused rows
@@ -165,7 +156,6 @@ def _temperature(sequence: Sequence) -> float:
 
 
 def _rule_record(sequence: Sequence) -> int:
-    """The record of the sequence's row."""
     if not has_rules(sequence):
         return NO_RULES
     assert sequence.row is not None
@@ -178,14 +168,11 @@ def _top_k(sequence: Sequence) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitInputs(Generic[A]):
-    """[L], of which `num_logits` are in use: logit rows and their sampling settings.
-
-    A batch row may have several logit rows, in order of their positions, so that the last one
-    samples the row's last token. `positions` is the position of the token that is sampled or
-    scored: it determines the draw's key, and the row's rules apply to the tokens before it. These
-    are in the record `rule_record`: the row's own, or one of its copies with another mask. A logit
-    row with a target reports the log probability of that token and samples none.
-    """
+    """[L], of which `num_logits` are in use: logit rows and sampling settings. A batch row's logit
+    rows are in order of position: the last samples its last token. `positions`: of the token
+    sampled or scored, which sets the draw's key; rules apply to the tokens before it.
+    `rule_record`: the row's own or a copy with another mask. A row with a target reports its log
+    probability and samples none."""
 
     token_indices: A = field(metadata=_words(fill=PADDING))  # into T
     rows: A = field(metadata=_words())
@@ -289,7 +276,6 @@ class _Place(NamedTuple):
 
 @cache
 def _places(layout: StepLayout) -> tuple[_Place, ...]:
-    """The places of all declared fields, in buffer order."""
     places: list[_Place] = []
     start = 0
     for group, length in layout.groups():
@@ -311,10 +297,8 @@ class RuleUpdate:
 @dataclass(frozen=True, slots=True)
 class MaskUpdate:
     """Makes `record` the rules of `row` with another mask, from this step on, after rule updates.
-
-    The record is the row's own, of which only the mask changes, or one behind all rows', for logit
-    rows of this step.
-    """
+    The record is the row's own, of which only the mask changes, or one after all rows', for logit
+    rows of this step."""
 
     record: int
     row: int
@@ -323,11 +307,9 @@ class MaskUpdate:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ImageCall:
-    """Part of the encoding of an image: the quanta [start, stop) of its `ImageWork`.
-
-    Those of an image come in order, from 0, and none of another image comes between them. The last
-    quantum writes `slots` [rows * columns], one for each placeholder.
-    """
+    """Part of the encoding of an image: the work items [start, stop) of its `ImageWork`. Those of
+    an image come in order, from 0, and none of another image comes between them. The last work item
+    writes `slots` [rows * columns], one for each placeholder."""
 
     attachment: Attachment
     start: int
@@ -355,11 +337,9 @@ class SpanCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInputs:
-    """A runner's inputs for one step: ragged rows concatenated and padded to a bucket.
-
-    `words` holds all declared fields and is uploaded; `groups` are views of it. Data that rarely
-    changes is sent separately.
-    """
+    """A runner's inputs for one step: ragged rows concatenated and padded to a bucket. `words`
+    holds all declared fields and is uploaded; `groups` are views of it. Data that rarely changes is
+    sent separately."""
 
     step_id: int
     words: Int32Array
@@ -372,18 +352,16 @@ class ModelInputs:
     rule_updates: tuple[RuleUpdate, ...] = ()
     mask_updates: tuple[MaskUpdate, ...] = ()
     masks_follow: bool = False
-    """The masks of this step are known only later: its tokens are chosen when they are given, by
-    `backends.base.LateStepHandle`."""
+    """Tokens are chosen when the masks are given later, by `backends.base.LateStepHandle`."""
     hidden_rows: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))
     """[H] logit rows whose hidden states are needed, ascending."""
     image_calls: tuple[ImageCall, ...] = ()
     """Done in order, before the step's tokens, of which there may be none."""
     span_calls: tuple[SpanCall, ...] = ()
-    """Done in order behind `image_calls` and all updates, before the step's tokens."""
+    """Done in order after `image_calls` and all updates, before the step's tokens."""
 
     @classmethod
     def empty(cls, *, bucket: int, num_rows: int) -> "ModelInputs":
-        """The inputs of a step without tokens."""
         layout = StepLayout(bucket, num_rows)
         words = layout.empty_words()
         return cls(step_id=-1, words=words, groups=layout.views(words))
@@ -421,7 +399,6 @@ class RowSettings:
             view[:] = spec.fill
 
     def set_row(self, row: int, sequence: Sequence) -> None:
-        """Stores a sequence's settings for its row."""
         for spec, view in zip(SETTINGS, self._views, strict=True):
             assert spec.setting is not None
             view[row] = spec.setting(sequence)
@@ -435,10 +412,8 @@ class RowSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutput:
-    """Results of a step, one entry per logit row in use (N).
-
-    `hidden` are the last hidden states, those after the final norm, of `ModelInputs.hidden_rows`.
-    """
+    """Results of a step, one entry per logit row in use (N). `hidden` are the last hidden states,
+    those after the final norm, of `ModelInputs.hidden_rows`."""
 
     token_ids: Int32Array  # [N]
     is_finite: npt.NDArray[np.bool_]  # [N]; False if the logits hold a NaN or an infinity
@@ -451,7 +426,6 @@ class StepOutput:
 
     @classmethod
     def empty(cls) -> "StepOutput":
-        """Of a step without logit rows."""
         return cls(
             token_ids=np.zeros(0, np.int32),
             is_finite=np.zeros(0, np.bool_),

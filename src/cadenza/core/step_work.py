@@ -1,8 +1,6 @@
-"""`StepWork`: what a step does beside the tokens of running sequences, as images, spans and drafts.
-
-The scheduler has a list of them and calls their hooks in its order. Invariant: a hook that a work
-leaves out changes nothing; what a work takes of a step it counts in `predict_ms` from then on.
-"""
+"""`StepWork`: what a step does besides the tokens of running sequences: images, spans, drafts,
+scores. The scheduler calls the hooks of a list of works in order. Invariant: a hook left out
+changes nothing; what a work adds to a step is in `predict_ms` from then on."""
 
 from collections.abc import Collection
 from collections.abc import Sequence as SequenceOf
@@ -37,7 +35,7 @@ class StepPlan:
         kept_share: of the time that decodes leave, what prompts leave to works.
         passed: the retried sequence, if the step is not that one's own.
         has_tokens: False: it is a work's alone.
-        quanta: those of a prompt that are computed in it.
+        work items: those of a prompt that are computed in it.
     """
 
     turns: StepTurns
@@ -56,11 +54,11 @@ class StepPlan:
         return None if self.passed is not None else self.turns.retried
 
     def keep_share(self) -> None:
-        """A work computes something beside the step's prompts."""
+        """A work computes something alongside the step's prompts."""
         self.kept_share = SHORT_SHARE
 
     def left_ms(self, batch: Batch) -> float | None:
-        """What is left of the time behind all that is in the step; None without a bound."""
+        """What is left of the time after all that is in the step; None without a bound."""
         if self.bound is None:
             return None
         return self.bound.left_ms(batch.load) - sum([w.predict_ms(batch) for w in self.works])
@@ -112,8 +110,8 @@ class StepWork(Protocol):
     def must_follow(
         self, running: SequenceOf[Sequence], number: int, cost: StepCost | None
     ) -> bool:
-        """Whether the step of this number is to be planned only behind the newest tokens. Asked
-        once for a step, until a work says so."""
+        """Whether the step of this number is to be planned only after the newest tokens. Asked once
+        for a step, until a work says so."""
         return False
 
     def begin(self, plan: StepPlan) -> None:
@@ -128,11 +126,11 @@ class StepWork(Protocol):
         return None
 
     def wait_reason_behind(self, sequence: Sequence, prefix: Prefix) -> WaitReason | None:
-        """Why a waiting sequence does not start behind a prefix."""
+        """Why a waiting sequence does not start after a prefix."""
         return None
 
     def start(self, sequence: Sequence, prefix: Prefix) -> None:
-        """A sequence starts behind a prefix."""
+        """A sequence starts after a prefix."""
 
     def limit(self, part: PromptPart, sequence: Sequence) -> PromptPart:
         """What can be computed now of a prompt."""
@@ -152,12 +150,12 @@ class StepWork(Protocol):
         """Adds drafts to the entries of the step of this number, with up to `num_rows` logits."""
 
     def launch(self, plan: StepPlan, batch: Batch) -> int:
-        """Adds the plan's quanta, if they are its own; returns how many tokens are computed with
-        the last of them."""
+        """Adds the plan's work items, if they are its own; returns how many tokens are computed
+        with the last of them."""
         return 0
 
     def fill(self, plan: StepPlan, batch: Batch) -> None:
-        """Adds what there is time for beside the step's tokens and quanta."""
+        """Adds what there is time for alongside the step's tokens and work items."""
 
     def predict_ms(self, batch: Batch) -> float:
         """What it adds to the time of a step's tokens."""
@@ -174,11 +172,8 @@ class StepWork(Protocol):
 
 
 class StepTimes:
-    """What steps are to take, within `bound`, or, without one, at the known `cost` if there is one.
-
-    A step says something only about what it consists of: one with work of others what that costs,
-    one with drafts what drafts do, and the others what tokens do.
-    """
+    """What steps take, within `bound` or at the known `cost`. A step corrects only the costs of
+    what it consists of: works', drafts' or tokens'."""
 
     def __init__(
         self, bound: StepBound | None, cost: StepCost | None, works: SequenceOf[StepWork]
@@ -189,16 +184,13 @@ class StepTimes:
 
     @property
     def cost(self) -> StepCost | None:
-        """Of a step's tokens; None if it is not known."""
         return self._own_cost if self._bound is None else self._bound.cost
 
     def predict_ms(self, batch: Batch) -> float | None:
-        """What a step is to take; None if that is not known."""
         cost = self.cost
         return None if cost is None else cost.predict_ms(batch.load) + self._others_ms(batch)
 
     def observe(self, batch: Batch, measured_ms: float, idle_ms: float | None) -> None:
-        """A step took `measured_ms`, after `idle_ms` if it waited for the newest tokens."""
         cost = self.cost
         text_ms: float | None = 0.0
         if batch.entries:

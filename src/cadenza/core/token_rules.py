@@ -1,9 +1,6 @@
-"""`RuleLayout`: a row's token rules (penalties, biases, bans, allowed tokens) as int32 words.
-
-A record is sent to the device when a sequence gets a row, the mask of a constrained row for each
-token; preceding tokens are there already. Invariant: a record depends on its own sequence alone.
-Legend: V vocabulary · W words of a record, as `ops.rules` and `csrc/core/rules.h` read them.
-"""
+"""`RuleLayout`: a row's token rules (penalties, biases, bans, allowed tokens) as int32 words, sent
+when a sequence gets a row, masks with each token. Invariant: a record depends on its own sequence
+alone. V vocabulary · W words of a record, as read by `ops.rules` and `csrc/core/rules.h`."""
 
 from dataclasses import dataclass
 
@@ -81,10 +78,8 @@ class RuleLayout:
 
 
 def ruling_fields(sequence: Sequence) -> tuple[str, ...]:
-    """The fields of its request that rule out tokens at its next position, in a fixed order.
-
-    Biases, penalties and filters never rule out every token, so that they are not among these.
-    """
+    """The request's fields that rule out tokens at its next position, in a fixed order; biases,
+    penalties and filters never rule out every token."""
     request = sequence.request
     generated = sequence.token_ids[sequence.num_prompt_tokens :]
     is_masked = sequence.constraint is not None and any(

@@ -1,9 +1,7 @@
-"""Spans of tokens that attend to each other both ways: no step ends within one, but one may begin.
-
-A span that takes longer than a step may is computed in **passes** over all its rows, one a layer,
-so that keys and values of all rows are written before any row attends to them. Steps share the
-**quanta** of these, blocks of rows; until the last, the span is as if it had not begun.
-"""
+"""Bidirectional image blocks: no step ends within one, but one may begin there. A block longer than
+a step is computed in **passes**, one a layer, so that all rows' KV is written before any row
+attends. Steps share the passes' **work items**, blocks of rows; until the last, the block counts as
+not begun."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -32,8 +30,8 @@ def cut_within(spans: Iterable[WholeSpan], stop: int) -> WholeSpan | None:
 
 
 def fitting_count(spans: Iterable[WholeSpan], start: int, count: int, most: int) -> int:
-    """How many of `count` tokens from `start` on a step computes, so that it ends within no span:
-    fewer, or the rest of the span that it begins with, if that is at most `most`; otherwise 0."""
+    """How many of `count` tokens a step computes to end within no block: fewer, or the rest of the
+    first block, if at most `most`; else 0."""
     cut = cut_within(spans, start + count)
     if cut is None:
         return count
@@ -66,7 +64,7 @@ class SpanShape:
     block_rows: int
 
     def work(self, start: int, stop: int) -> ImageWork:
-        """What the quanta of the tokens [start, stop) compute, in tokens of a whole step and in
+        """What the work items of the tokens [start, stop) compute, in tokens of a whole step and in
         keys that these attend to."""
         num_rows = stop - start
         firsts = np.arange(0, num_rows, self.block_rows, dtype=np.float64)
@@ -75,7 +73,7 @@ class SpanShape:
         return ImageWork(products=products, attention=stop * products)
 
     def rows(self, num_rows: int, start: int, stop: int) -> Iterator[SpanRows]:
-        """The rows of the quanta [start, stop) of a span; quanta of one pass are joined."""
+        """The rows of the work items [start, stop) of a span; work items of one pass are joined."""
         num_blocks = -(-num_rows // self.block_rows)
         while start < stop:
             index, block = divmod(start, num_blocks)
@@ -87,8 +85,8 @@ class SpanShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpanRest:
-    """What is left of a span of `num_rows` rows that may be computed in quanta: those of `work`
-    behind `num_done`."""
+    """What is left of a span of `num_rows` rows that may be computed in work items: those of `work`
+    after `num_done`."""
 
     work: ImageWork
     cost: ImageCost
@@ -104,20 +102,20 @@ class SpanRest:
         return len(self.work) - self.num_done
 
     def num_within(self, left_ms: float) -> int:
-        """Quanta that take `left_ms`; may be 0."""
+        """Work items that take `left_ms`; may be 0."""
         return self.cost.num_within(self.work, self.num_done, len(self.work), left_ms)
 
     def num_worth(self, num_tokens: int) -> int:
-        """Quanta that compute as much as so many tokens of a step; may be 0."""
+        """Work items that compute as much as so many tokens of a step; may be 0."""
         tokens = np.cumsum(self.work.products[self.num_done :])
         return int(np.searchsorted(tokens, num_tokens, side="right"))
 
     def predict_ms(self, count: int) -> float:
-        """Of the next `count` quanta."""
+        """Of the next `count` work items."""
         return self.cost.predict_ms(self.work.load(self.num_done, self.num_done + count))
 
     def behind(self, count: int) -> "SpanRest":
-        """Without the next `count` quanta."""
+        """Without the next `count` work items."""
         return replace(self, num_done=self.num_done + count)
 
     def at_cost(self, cost: ImageCost) -> "SpanRest":

@@ -7,9 +7,9 @@ Modules:
 - `text_frontend`: from prompts to requests
 - `prepared_request`: what a request is made of, in the forms in which programs give it, and what it
   becomes
-- `sparse_prompts`: which prompts are thinned out, and what is kept of them
+- `sparse_prompts`: which prompts are pruned, and what is kept of them
 - `model_prompts`: prompts as texts and ids, conversations by the chat template
-- `image_prompts`: images of a prompt: placeholders, and the pixels behind them
+- `image_prompts`: images of a prompt: placeholders, and their pixels
 - `given_images`: the forms in which programs give images, and what opens them
 - `model_tokenizer`: the tokenizer and the chat template for programs
 - `receipts`: receipts of finished samples, and the seal of a server's
@@ -18,7 +18,7 @@ Modules:
 - `sample_output`: text of one sample: detokenising, stop strings, parts
 - `output_processor`: from events to outputs
 - `progress`: the progress line of many requests on a terminal
-- `model_facts`: what clients are told of a model beside its name
+- `model_facts`: what clients are told of a model besides its name
 - `loaded_model`: engine and text front end of one checkpoint, and its plan before anything is
   loaded
 - `live_steps`: the viewers of a running engine's steps, and what they have seen of late

@@ -1,7 +1,6 @@
-"""`AnswerPlanner`: what an answer to a conversation may consist of, and what it must: the parser of
-reasoning and tool calls, and the grammar of a constrained answer. Invariant: a required call, and
-the form that a request asks for, are in the grammar, behind the reasoning.
-"""
+"""`AnswerPlanner`: the parser of reasoning and tool calls for an answer, and its grammar.
+Invariant: a required call, and the requested response format, are in the grammar, after the
+reasoning."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -74,7 +73,6 @@ class ToolUse:
 
     @property
     def schemas(self) -> dict[str, Mapping[str, Any]]:
-        """Of the arguments of each function; a text of a grammar is written as JSON everywhere."""
         return {
             tool.name: {} if tool.input is not None else tool.parameters or {}
             for tool in self.tools
@@ -97,13 +95,12 @@ class ToolUse:
         )
 
     def rendered(self) -> list[dict[str, Any]]:
-        """The tools as chat templates read them."""
         return [{"type": "function", "function": _described(tool)} for tool in self.tools]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskedAnswer:
-    """What is asked of an answer beside its form.
+    """What is asked of an answer besides its form.
 
     Args:
         use: the tools that it may, or must, call; None: none.
@@ -185,7 +182,6 @@ class AnswerPlanner:
 
     @property
     def tool_format(self) -> ToolFormat:
-        """How the model writes calls."""
         return self._tools
 
     @property
@@ -209,8 +205,7 @@ class AnswerPlanner:
         asked: AskedAnswer,
         check: GrammarCheck,
     ) -> AnswerPlan:
-        """The plan of an answer to a rendered prompt; `check` is the request's. Raises
-        InvalidRequestError."""
+        """`check` is the request's. Raises InvalidRequestError."""
         use, max_thinking = asked.use, asked.max_thinking
         frame = self._frame(prompt)
         grammar = None if form is None else form.grammar
@@ -349,11 +344,9 @@ def _lenient_grammar(schema: str) -> str:
 
 
 def _call_rule(calls: CallGrammar, marks: Marks, check: GrammarCheck) -> CallRule | None:
-    """What a call may be that the model begins; None where that cannot be followed.
-
-    No schema is refused: of a function whose schema cannot be followed any object is allowed.
-    Raises InvalidRequestError where the text of a custom tool must be of a grammar.
-    """
+    """The calls that the model may begin; None where they cannot be followed: functions with such
+    schemas allow any object. Raises InvalidRequestError for a custom tool's text without its
+    grammar."""
     for is_loose in (False, True):
         if is_loose:
             calls = replace(calls, tools=[_loosened(tool, check) for tool in calls.tools])

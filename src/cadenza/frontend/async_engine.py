@@ -1,8 +1,7 @@
-"""`AsyncEngine`: the asyncio face, each request an async iterator. A thread serves; once a step its
-events come to the event loop in one call, which makes text of them; then the listeners of requests
-with new output are called, few in a pass. Invariants: leaving an iterator cancels its request; for
-a slow reader one request's output accumulates, never a queue of outputs.
-"""
+"""`AsyncEngine`: the asyncio interface, each request an async iterator. A thread serves; each
+step's events reach the event loop in one call, which makes text of them, then calls listeners, few
+in a pass. Invariants: leaving an iterator cancels its request; a slow reader's output accumulates,
+never a queue of outputs."""
 
 import asyncio
 import threading
@@ -43,8 +42,8 @@ DEFAULT_TIMEOUTS = RequestTimeouts()
 JOIN_S = 60.0
 
 TOLD_AT_ONCE = 16
-"""Requests whose listeners are called in one pass of the event loop: what else happens there, as a
-new connection or a refusal, comes before the rest of them."""
+"""Requests whose listeners are called in one pass of the event loop, so that new connections and
+refusals come between."""
 
 
 class AsyncEngine:
@@ -145,7 +144,7 @@ class AsyncEngine:
         await asyncio.to_thread(self._thread.join, JOIN_S)
 
     def _move_to(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Leaves what is still open of a loop that is closed, where nobody can read it."""
+        """Drops what is still open of a closed event loop, which nobody can read."""
         for request_id in [*self._listeners]:
             self._leave(request_id)
         with self._lock:  # an event that comes from here on is delivered to the new loop
@@ -154,7 +153,6 @@ class AsyncEngine:
         self._live.forget_viewers()
 
     def get_tokenizer(self) -> ModelTokenizer:
-        """The model's tokenizer with its chat template. Raises InvalidRequestError without one."""
         self._text.describe_tokenizer()
         return ModelTokenizer(self._text)
 
@@ -293,7 +291,7 @@ class AsyncEngine:
             self._call(self._fail_rest)
 
     def _emit(self, events: list[Event]) -> None:
-        """On the serving thread: hands a step's events to the event loop in one call."""
+        """On the serving thread, in one call."""
         with self._lock:
             is_called = bool(self._arrived)
             self._arrived += events
@@ -306,7 +304,7 @@ class AsyncEngine:
             self._loop.call_soon_threadsafe(callback)
 
     def _deliver(self) -> None:
-        """On the event loop: makes text of the events that have arrived."""
+        """On the event loop: detokenises the events that have arrived."""
         with self._lock:
             events, self._arrived = self._arrived, []
         self._add_news(self._router.push(events))
@@ -314,13 +312,11 @@ class AsyncEngine:
             self._tell_some()
 
     def _add_news(self, processors: SequenceOf[OutputProcessor]) -> None:
-        """Their listeners are to be called; one that waits to be called keeps its place."""
         for processor in processors:
             self._untold[processor.request_id] = self._listeners[processor.request_id]
 
     def _tell_some(self) -> None:
-        """Calls some of the listeners, in the order of the events; the others in later passes of
-        the event loop."""
+        """In the order of events; the others in later passes of the event loop."""
         self._is_telling = len(self._untold) > TOLD_AT_ONCE
         if self._is_telling:
             asyncio.get_running_loop().call_soon(self._tell_some)
@@ -333,8 +329,8 @@ class AsyncEngine:
             listener()
 
     def _fail_rest(self) -> None:
-        """On the event loop, after the last events: ends the streams that are still open. It calls
-        all listeners, for the loop may end with the engine."""
+        """Ends open streams after the last events; calls all listeners, for the loop may end with
+        the engine."""
         self._add_news(self._router.fail_all("the engine has ended"))
         while self._untold:
             self._tell_next()
@@ -342,9 +338,8 @@ class AsyncEngine:
 
 
 class OutputStream:
-    """One submitted request's outputs as they come, an async iterator. To be closed by its holder,
-    or used as a context manager, which closes it.
-    """
+    """Outputs of one request as they come, an async iterator; to be closed, as by its context
+    manager."""
 
     __slots__ = ("_event", "_is_finished", "_kind", "_leave", "on_news", "processor")
 
@@ -382,7 +377,6 @@ class OutputStream:
 
     @property
     def is_finished(self) -> bool:
-        """The last output was taken."""
         return self._is_finished
 
     async def next(self) -> RequestOutput:
@@ -395,14 +389,13 @@ class OutputStream:
                 return output
 
     def take(self) -> RequestOutput | None:
-        """The next output if there is one, without waiting."""
         output = self.processor.make_output(self._kind)
         if output is not None:
             self._is_finished = output.finished
         return output
 
     def abort(self) -> None:
-        """Ends the request where it is; its last output, with the reason `abort`, is then there."""
+        """Its last output, with the reason `abort`, is then there."""
         if not self.processor.is_finished:
             self.processor.abort()
             self._leave(self.request_id)

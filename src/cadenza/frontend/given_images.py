@@ -1,8 +1,7 @@
-"""Images as Python programs give them: PIL images, bytes, paths and URLs, to `ImageInput`s, and
-`PooledPixels`, which opens them. Only for callers in this process, whose paths are read; never for
-what came over a network. Invariant: a file that is too large is refused before it is read, and an
-image's size is known by its header, before a pixel of it is decoded.
-"""
+"""Images as Python programs give them (PIL images, bytes, paths, URLs), and `PooledPixels`, which
+opens them. Only for callers in this process, whose paths are read. Invariant: a file that is too
+large is refused before it is read, and an image's size is known from its header before any pixel is
+decoded."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -28,7 +27,6 @@ from cadenza.vision.processor import ImageProcessor
 
 _KINDS = ("image", "image_url", "input_image", "image_pil")
 _PLACES = ("image", "image_url", "image_pil", "url", "path", "base64")
-"""The members of a part that may have its image."""
 _SCHEMES = ("data:", "http://", "https://")
 _ALLOWED = "a PIL image, the bytes of a file, a path, a data: URL or an https: URL"
 
@@ -74,7 +72,6 @@ def _members(given: object) -> Mapping[str, object]:
 
 
 def image_input(given: object, where: str, detail: object = None) -> ImageInput:
-    """An image in one of the forms that programs have. Raises InvalidRequestError."""
     if isinstance(given, ImageInput):
         return given
     if detail not in (None, *DETAILS):
@@ -95,7 +92,6 @@ def image_input(given: object, where: str, detail: object = None) -> ImageInput:
 
 
 def read_image(path: Path, where: str) -> bytes:
-    """The bytes of a file. Raises InvalidRequestError."""
     try:
         with path.open("rb") as file:
             data = file.read(MAX_ENCODED_BYTES + 1)
@@ -113,7 +109,6 @@ def read_image(path: Path, where: str) -> bytes:
 
 
 def images_of_prompt(data: object) -> tuple[ImageInput, ...]:
-    """vLLM's `multi_modal_data`: {"image": one, or a list of them}. Raises InvalidRequestError."""
     members = _members(data)
     if not isinstance(data, Mapping) or [name for name in members if name != "image"]:
         allowed = 'a mapping {"image": …}; there is no other kind'
@@ -128,8 +123,8 @@ def images_of_prompt(data: object) -> tuple[ImageInput, ...]:
 
 
 class PooledPixels:
-    """A `PixelSource`. Thread-safe; its processes start with the first image, and end with
-    `close`, or with this object or the interpreter, as programs often close nothing."""
+    """A thread-safe `PixelSource`; its processes start with the first image and end with `close`,
+    this object or the interpreter."""
 
     def __init__(self, make_pool: Callable[[], DecodePool] = DecodePool) -> None:
         self._make_pool = make_pool
@@ -137,7 +132,6 @@ class PooledPixels:
         self._end: Callable[[], object] = lambda: None
 
     def measure(self, images: SequenceOf[ImageInput], processor: ImageProcessor) -> None:
-        """As `PixelSource.measure`."""
         measure_images(images, processor)
 
     def open(self, images: SequenceOf[ImageInput], processor: ImageProcessor) -> None:
@@ -150,7 +144,6 @@ class PooledPixels:
                 raise fault.named(image, place) from None
 
     def close(self) -> None:
-        """Idempotent; a later image starts processes again."""
         self._pool = None
         self._end()
 

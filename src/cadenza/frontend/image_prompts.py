@@ -1,7 +1,6 @@
 """`ImagePrompts`: images as placeholders and `Attachment`s of a model that sees. A prompt's length
 follows from the sizes of its images; their pixels are made last. Invariant: a placeholder is one
-that a template wrote, or the caller of a raw prompt with images; what a user typed is text.
-"""
+that a template wrote, or the caller of a raw prompt with images; what a user typed is text."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -29,8 +28,8 @@ _BETWEEN = "\n"
 
 
 class PixelSource(Protocol):
-    """Opens the images of a prompt. Slow; safe on any thread. Raises InvalidRequestError that names
-    the image at fault."""
+    """Opens a prompt's images. Slow; on any thread. Raises InvalidRequestError that names the
+    image."""
 
     def measure(self, images: SequenceOf[ImageInput], processor: ImageProcessor) -> None:
         """Sets `opened` of each that has none, without pixels: by its file's header."""
@@ -70,7 +69,6 @@ class LaidOut:
 
     @property
     def runs(self) -> Iterator[tuple[int, Run]]:
-        """Each run, with the place of its image."""
         for place, each in enumerate(self.images):
             for piece in each.plan.pieces:
                 if isinstance(piece, Run):
@@ -78,14 +76,13 @@ class LaidOut:
 
     @property
     def num_tokens(self) -> int:
-        """Of placeholders."""
         return sum(each.plan.num_tokens for each in self.images)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spanned:
-    """A prompt's token ids with every placeholder; its images; and where the first and the last
-    placeholder of each part of each image are."""
+    """A prompt's token ids with placeholders, its images, and the first and last placeholder of
+    each part of each."""
 
     ids: tuple[int, ...]
     images: tuple[PlannedImage, ...] = ()
@@ -135,7 +132,6 @@ class ImagePrompts:
         return {**message, "content": OwnText(cast(MarkedText, MarkedText(_BETWEEN).join(texts)))}
 
     def marked(self, prompt: str) -> MarkedText:
-        """A raw prompt whose placeholders its caller wrote, as a template writes them."""
         pieces = re.split(f"({self._written})", prompt)
         return join_marked(
             written_by_template(piece) if place % 2 else MarkedText(piece)
@@ -221,7 +217,7 @@ class ImagePrompts:
         return PlannedImage(image=image, plan=plan)
 
     def attachments(self, spanned: Spanned) -> tuple[Attachment, ...]:
-        """The images behind the placeholders, with their pixels. Slow."""
+        """The images of the placeholders, with their pixels. Slow."""
         if not spanned.has_pixels:
             self.source.open([each.image for each in spanned.images], self.processor)
         found: list[Attachment] = []
@@ -250,13 +246,11 @@ class ImagePrompts:
 
 
 def num_image_tokens(request: Request) -> int:
-    """The placeholders of a request."""
     return sum(each.rows * each.columns for each in request.attachments)
 
 
 def keep_last(request: Request, count: int) -> Request:
-    """The request with the last tokens of its prompt, and the images among them. Raises
-    InvalidRequestError where that cuts an image."""
+    """With the last tokens of its prompt. Raises InvalidRequestError where that cuts an image."""
     first = len(request.prompt_token_ids) - count
     kept = tuple(each for each in request.attachments if each.end > first)
     if kept and kept[0].start < first:
@@ -271,8 +265,7 @@ def keep_last(request: Request, count: int) -> Request:
 
 
 def _part_for(template: str) -> Mapping[str, object] | None:
-    """The part of a message for which a template writes an image's placeholder; None where it
-    knows none, and a content is one text."""
+    """For which a template writes an image's placeholder; None where it takes text only."""
     if _NAMED.search(template):
         return {"type": "image"}
     return _OLDER_PART if "image_url" in template else None

@@ -1,7 +1,6 @@
-"""`LiveSteps`: what an engine does, for its viewers, on one event loop; one of a model's later
-loads may follow. Invariants: an engine is listened to only while there is a viewer; history and
-what a viewer has not read are bounded, and a slow reader loses the oldest of it.
-"""
+"""`LiveSteps`: what an engine does, for viewers on one event loop; a later load of the model may
+follow. Invariants: an engine has a listener only while there is a viewer; history and unread news
+are bounded: a slow reader loses the oldest."""
 
 import asyncio
 import time
@@ -49,8 +48,7 @@ class Viewer:
         return bool(self._unread)
 
     async def next(self, within_s: float | None = None) -> list[LiveEntry]:
-        """What has come since the last call; waits for it, and is empty where there was none
-        `within_s`, or where the viewer is closed."""
+        """Entries since the last call; waits, and is empty after `within_s` or when closed."""
         if not self._unread and not self.is_closed:
             self._waiter = asyncio.get_running_loop().create_future()
             await asyncio.wait({self._waiter}, timeout=within_s)
@@ -123,7 +121,6 @@ class LiveSteps:
                 self._end_if_unwatched()
 
     def close(self) -> None:
-        """Ends all viewers' streams."""
         for viewer in self._viewers:
             viewer.close()
 
@@ -138,7 +135,6 @@ class LiveSteps:
             self._listen(None)
 
     def take(self, news: LiveNews) -> None:
-        """Passes news of the engine on to all viewers."""
         if not self._viewers:  # it was under way when the last one left
             return
         entry = LiveEntry(self._clock() - self._start_s, news)

@@ -1,7 +1,5 @@
-"""`LLM`: the offline face. Texts in, texts out, all prompts in one running batch; fills the
-engine's bounded queue and runs the step loop on the caller's thread, which Ctrl-C reaches between
-steps.
-"""
+"""`LLM`: the offline interface. All prompts in one running batch; fills the engine's bounded queue
+and runs the step loop on the caller's thread, which Ctrl-C reaches between steps."""
 
 import inspect
 import signal
@@ -36,9 +34,7 @@ from cadenza.outputs import EmbeddingRequestOutput, OutputKind, RequestOutput, e
 from cadenza.request import PoolingParams, SamplingParams, prompt_only
 
 ParamsOfMany = Params | SequenceOf[Params]
-"""One for all prompts, or one for each."""
 _News = dict[int, OutputProcessor]
-"""The requests of one call that have new output, by id."""
 
 
 class LLM:
@@ -68,7 +64,6 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Frees the memory; idempotent. Nothing in a forked child, where the memory is a copy."""
         if self._owner.is_here:
             self._loaded.close()
 
@@ -87,7 +82,6 @@ class LLM:
         return self._loaded.text.defaults.complete(changes)
 
     def get_tokenizer(self) -> ModelTokenizer:
-        """The model's tokenizer with its chat template. Raises InvalidRequestError without one."""
         self._loaded.text.describe_tokenizer()
         return ModelTokenizer(self._loaded.text)
 
@@ -171,10 +165,8 @@ class LLM:
         kind: OutputKind = "cumulative",
     ) -> Iterator[RequestOutput]:
         """Yields a request's output after each step that brought it something new; `request_id`
-        tells which. `kind` is what an output holds: all so far, what is new, or all at the end.
-
-        Ids count up in the prompts' order. Closing the iterator cancels what still runs.
-        """
+        tells which. `kind` is what an output holds: all so far, what is new, or all at the end. Ids
+        count up in the prompts' order. Closing the iterator cancels what still runs."""
         return self._stream([*self._prepare(_prompt_list(prompts), params)], kind)
 
     def stream_chat(
@@ -192,7 +184,6 @@ class LLM:
 
     @property
     def _text(self) -> TextFrontend:
-        """Of requests. Raises EngineClosedError in a forked child, before anything is computed."""
         self._owner.check()
         return self._loaded.text
 
@@ -258,11 +249,8 @@ class LLM:
         self, waiting: deque[PreparedRequest], on_step: Callable[[], object]
     ) -> Iterator[OutputProcessor]:
         """Fills the engine's queue and steps it; yields the requests that have new output. Calls
-        `on_step` before each step.
-
-        Several streams may be read in turns: a step of any of them may bring news of the others,
-        which those yield before they step themselves.
-        """
+        `on_step` before each step. Several streams may be read in turns: a step of any of them may
+        bring news of the others, which those yield before they step themselves."""
         news: _News = {}
         open_ids: set[int] = set()
 
@@ -342,7 +330,6 @@ def _conversation_list(messages: object) -> list[SequenceOf[Message]]:
 
 
 def _entries(name: str, given: object, allowed: str) -> list[object]:
-    """A sequence, an array or an iterator as a list. Raises InvalidRequestError."""
     if isinstance(given, Iterator):
         return [*cast(Iterator[object], given)]
     found = sequence_of(given)
@@ -355,11 +342,8 @@ Handler = Callable[[int, FrameType | None], object]
 
 
 class KeptInterrupts:
-    """Within this context the first Ctrl-C is kept for `deliver`; a second one, before that, goes
-    to the caller's handler at once.
-
-    Does nothing on other threads, and where Ctrl-C is ignored or ends the process.
-    """
+    """The first Ctrl-C is kept for `deliver`, a second goes to the caller's handler at once. Does
+    nothing on other threads, and where Ctrl-C is ignored or ends the process."""
 
     __slots__ = ("_handler", "is_set")
 

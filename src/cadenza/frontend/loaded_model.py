@@ -1,8 +1,5 @@
-"""`LoadedModel`: a warm engine in this process and the text front end of its checkpoint.
-
-`PlannedModel` comes before it: requests can be prepared with it before the engine is loaded, and
-its plan replaced by one that is made for them.
-"""
+"""`LoadedModel`: a warm engine in this process and its checkpoint's text front end. `PlannedModel`
+comes before it: it prepares requests before the engine is loaded, and its plan can be replaced."""
 
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -35,8 +32,8 @@ from cadenza.sparse_prefill import LOOK_AHEAD_TOKENS
 
 @dataclass(frozen=True, slots=True)
 class EngineOwner:
-    """The process that an engine was loaded in. A forked child has a copy of its memory, and none
-    of its threads: a call there would wait for ever."""
+    """The process that loaded an engine: a forked child has none of its threads, so that a call
+    would hang."""
 
     pid: int = field(default_factory=os.getpid)
 
@@ -45,7 +42,6 @@ class EngineOwner:
         return os.getpid() == self.pid
 
     def check(self) -> None:
-        """Raises EngineClosedError in another process."""
         if not self.is_here:
             raise EngineClosedError(
                 f"the engine was loaded in process {self.pid}, of which process {os.getpid()} is a "
@@ -82,11 +78,8 @@ class PlannedModel:
     backends: Backends = field(default_factory=lambda: BACKENDS)
 
     def load(self, on_phase: OnPhaseDone = lambda _: None) -> LoadedModel:
-        """Loads, compiles and warms up the engine of `plan`. The time of its steps is bounded only
-        if `config` has a number for it.
-
-        Raises ConfigError, DeviceUnavailableError: as their docstrings say.
-        """
+        """Compiles and warms up too. Step time is bounded only if `config` has a number for it.
+        Raises ConfigError, DeviceUnavailableError."""
         config = self.config
         if config.max_itl_ms == "auto":
             config = replace(config, max_itl_ms="none")
@@ -155,8 +148,7 @@ def open_text(
     workers: TextWorkers = NO_WORKERS,
     parsers: AnswerParsers = DEFAULT_PARSERS,
 ) -> TextFrontend:
-    """The text front end of a checkpoint, configured by `config`, of a planned engine if there is
-    one. Raises CheckpointError."""
+    """For a planned engine if there is one. Raises CheckpointError."""
     text = TextFrontend(
         checkpoint,
         generation_config=config.generation_config,

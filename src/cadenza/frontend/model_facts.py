@@ -1,8 +1,5 @@
-"""`ModelFacts`: what clients are told of a model beside its name.
-
-Knows no engine. Invariant: nothing here changes after the checkpoint was opened, and nothing holds
-the checkpoint's files open.
-"""
+"""`ModelFacts`: what clients see of a model besides its name. Knows no engine. Invariant: nothing
+changes after the checkpoint was opened, and nothing holds its files open."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -64,7 +61,6 @@ def _stored_type(checkpoint: Checkpoint) -> str:
 
 
 def _name_of(checkpoint: Checkpoint) -> str:
-    """A snapshot in a hub's cache is in `models--owner--name/snapshots`."""
     folder = checkpoint.folder
     is_snapshot = folder.parent.name == "snapshots"
     name = folder.parent.parent.name if is_snapshot else folder.name

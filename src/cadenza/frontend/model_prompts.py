@@ -1,8 +1,6 @@
-"""`ModelPrompts`: a model's prompts as texts and token ids; conversations by its chat template, in
-other forms where that does not take them as they are, or with tools described in a message.
-Invariant: without the options `strict_*` a conversation is refused only if the template takes it in
-no form.
-"""
+"""`ModelPrompts`: prompts as texts and token ids; conversations by the chat template, or in other
+forms where it refuses them, tools perhaps described in a message. Invariant: without `strict_*`
+options a conversation is refused only if the template takes no form of it."""
 
 import logging
 from collections.abc import Mapping
@@ -100,7 +98,6 @@ class ModelPrompts:
 
     @property
     def source(self) -> str | None:
-        """The template's; None without one."""
         return None if self.template is None else self.template.source
 
     @property
@@ -110,14 +107,12 @@ class ModelPrompts:
 
     @property
     def takes_tools(self) -> bool:
-        """Whether conversations may have tools: the chat template has a place for them, or they are
-        described in place of it."""
+        """The chat template has a place for tools, or they are described elsewhere."""
         template = self.template
         return template is not None and (template.reads_tools or not self._is_strict)
 
     @property
     def has_channels(self) -> bool:
-        """Whether the template is one of the harmony format."""
         return self.planner is not None and self.planner.tool_format is HARMONY
 
     @property
@@ -131,8 +126,7 @@ class ModelPrompts:
         return frozenset() if self.template is None else self.template.options
 
     def known(self, variables: Mapping[str, Any]) -> dict[str, Any]:
-        """Those of the variables that the chat template reads. The others have no effect; a log
-        line names each of them once."""
+        """Variables that the chat template reads; the others are logged once by name."""
         options = self.options
         for name in variables.keys() - options:
             shown = show(name)
@@ -149,13 +143,11 @@ class ModelPrompts:
         return None if self._images is None else self._images.processor
 
     def close(self) -> None:
-        """Ends the processes that open images. Idempotent."""
         if self._images is not None:
             self._images.source.close()
 
     def rendered(self, prompt: ChatPrompt) -> Rendered:
-        """A conversation by the chat template, up to where the assistant answers. Raises
-        InvalidRequestError."""
+        """Up to where the assistant answers. Raises InvalidRequestError."""
         messages = prompt.messages
         given = messages if isinstance(messages, list | tuple) else ()  # it refuses others
         images = images_of(each for each in given if isinstance(each, Mapping))
@@ -199,8 +191,7 @@ class ModelPrompts:
         return self._images.spanned(rendered, encode, max_num_tokens)
 
     def attachments(self, spanned: Spanned, max_model_len: int | None) -> tuple[Attachment, ...]:
-        """The pixels of a prompt's images. Slow; raises ContextLengthError before they are made
-        where the prompt is longer than `max_model_len`."""
+        """Slow; raises ContextLengthError first if the prompt is longer than `max_model_len`."""
         if not spanned.images:
             return ()
         if max_model_len is not None and len(spanned.ids) > max_model_len:
@@ -213,7 +204,6 @@ class ModelPrompts:
         return self._need_images().attachments(spanned)
 
     def need_tokenizer(self) -> Tokenizer:
-        """Raises InvalidRequestError without one."""
         if self.tokenizer is None:
             raise InvalidRequestError(
                 "this model has no tokenizer.json; give token ids instead of text", param="prompt"
@@ -260,8 +250,7 @@ class ModelPrompts:
         messages: SequenceOf[Message],
         tools: SequenceOf[Message] | None,
     ) -> tuple[SequenceOf[Message], SequenceOf[Message] | None]:
-        """A conversation and its tools as the template has room for them, so that it passes over
-        none of them."""
+        """As the template has room for them, so that it skips none of them."""
         format = None if self.planner is None else self.planner.tool_format
         is_listed = format is LFM2 and template.reads_tools and not template.renders_calls
         if format is HARMONY or self._reads_responses or is_listed:

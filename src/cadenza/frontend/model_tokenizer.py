@@ -1,8 +1,5 @@
-"""`ModelTokenizer`: a model's tokenizer and chat template for programs, under transformers' names.
-
-Owns no files and no rules: those are `TextFrontend`'s. Invariant: what it encodes is what `LLM`
-computes for the same text.
-"""
+"""`ModelTokenizer`: tokenizer and chat template for programs, under transformers' names; the rules
+are `TextFrontend`'s. Invariant: what it encodes is what `LLM` computes for the same text."""
 
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
@@ -20,7 +17,6 @@ class ModelTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of entries, including added tokens."""
         return self._described["vocab_size"]
 
     @property
@@ -43,12 +39,11 @@ class ModelTokenizer:
         return self._described["eos_token_id"]
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids. A text that spells a control token is encoded as text, unless a chat template
-        wrote it. Raises InvalidRequestError."""
+        """Spelled control tokens are text, unless a chat template wrote them. Raises
+        InvalidRequestError."""
         return [*self._text.encode(text, add_special_tokens=add_special_tokens)]
 
     def decode(self, token_ids: SequenceOf[int], skip_special_tokens: bool = False) -> str:
-        """The text of token ids. Raises InvalidRequestError."""
         return self._text.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def convert_ids_to_tokens(self, token_ids: SequenceOf[int]) -> list[str | None]:

@@ -1,8 +1,7 @@
-"""Events become outputs: `OutputRouter.push` finds the `OutputProcessor` of an event's request,
-which gives it to its `SampleOutput`; a reader calls `take` for what is new, or `output` for all so
-far. Invariants: outputs only ever grow, and the deltas joined are the cumulative output; a failure
-to make text ends its own request with an error and affects no other.
-"""
+"""Events become outputs: `OutputRouter.push` gives an event to its request's `OutputProcessor`, and
+that to a `SampleOutput`; readers call `take` for what is new, or `output`. Invariants: outputs only
+grow, and joined deltas are the cumulative output; a failure to make text ends its own request
+only."""
 
 import logging
 import traceback
@@ -33,7 +32,6 @@ from cadenza.text.tokens.decoder_stages import REPLACEMENT
 logger = logging.getLogger(__name__)
 
 CancelSample = Callable[[int, int | None], object]
-"""Ends one sample of a request in the engine; None means all of them."""
 
 TEXT_FAILED = "the answer's text could not be made; the log has the cause"
 
@@ -45,13 +43,11 @@ def check_kind(kind: object) -> None:
 
 
 class OutputProcessor:
-    """Collects the events of `request_id`, under which `prepared` was submitted.
-
-    `fingerprint` is that of the engine's answers, where it is known; receipts need it.
-    `answer_schema` is what answers are checked by at their end, if anything (`checked`).
-    `num_cached_tokens`, `cache_miss`, `prompt_use` and the properties of the prompt are as in
-    `RequestOutput`; `kept` is as in `Started`.
-    """
+    """Collects the events of `request_id`, under which `prepared` was submitted. `fingerprint` is
+    that of the engine's answers, where it is known; receipts need it. `answer_schema` is what
+    answers are checked by at their end, if anything (`checked`). `num_cached_tokens`, `cache_miss`,
+    `prompt_use` and the properties of the prompt are as in `RequestOutput`; `kept` is as in
+    `Started`."""
 
     __slots__ = (
         "_fingerprint",
@@ -97,8 +93,8 @@ class OutputProcessor:
 
     @property
     def fingerprint(self) -> Fingerprint | None:
-        """Of this request's answers; None where that of the engine's is not known, or not yet
-        whether the prompt is thinned out, which shows when the request starts."""
+        """None until the engine's is known, and until it is known whether the prompt is pruned,
+        which is when the request starts."""
         request, use, own = self._prepared.request, self.prompt_use, self._fingerprint
         is_whole = request.sparse_prefill is None or (use is not None and use.whole_because)
         if own is None or is_whole:
@@ -124,14 +120,11 @@ class OutputProcessor:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens shown so far, of all samples."""
         return sum(each.num_shown_tokens for each in self._samples)
 
     def push(self, event: Token | PromptLogprobs | Finished) -> int | None:
-        """Takes the next event; the sample that a stop string has ended with it, if one has.
-
-        Exceptions of detokenising come through; the request must then be ended by `fail`.
-        """
+        """Returns the sample that a stop string ended, if one was. Detokenising errors come
+        through: then call `fail`."""
         if isinstance(event, PromptLogprobs):
             self._push_prompt_logprobs(event)
             return None
@@ -157,7 +150,6 @@ class OutputProcessor:
         return event.sample
 
     def start(self, event: Started) -> None:
-        """Takes what the engine says when the request starts."""
         if self._prepared.request.sparse_prefill is not None:
             self.kept = event.kept
             self.prompt_use = started_use(self._prepared.request, event)
@@ -172,7 +164,6 @@ class OutputProcessor:
             self.fail_text(error)
 
     def fail(self, kind: ErrorKind, error: str) -> None:
-        """Ends the output where it is, with an error."""
         for each in self._running.values():
             each.fail(kind, error)
         self._running.clear()
@@ -183,7 +174,6 @@ class OutputProcessor:
         self.fail("text_failed", TEXT_FAILED)
 
     def output(self) -> RequestOutput:
-        """The request so far."""
         return self._make_output([self._complete(each, each.output()) for each in self._samples])
 
     def take(self) -> list[CompletionOutput]:
@@ -193,10 +183,8 @@ class OutputProcessor:
         ]
 
     def make_output(self, kind: OutputKind) -> RequestOutput | None:
-        """The next output for a reader who wants this kind; None when there is none for it yet.
-
-        A delta is what is new since the last one that was made.
-        """
+        """For a reader of this kind; None when there is none yet. A delta is what is new since the
+        last."""
         if kind == "delta":
             taken = self.take()
             return self._make_output(taken) if taken else None
@@ -236,8 +224,7 @@ class OutputProcessor:
         return output if receipt is None else replace(output, receipt=seal(receipt))
 
     def checked(self, output: CompletionOutput) -> CompletionOutput:
-        """An output of this request; at its end, whether the sample's answer is of its schema. Slow
-        for long answers."""
+        """At its end, whether the answer fits its schema. Slow for long answers."""
         content = self._samples[output.index].content
         if self.answer_schema is None or output.finish_reason not in ("stop", "length"):
             return output
@@ -286,10 +273,8 @@ class OutputRouter:
         return self._open.pop(request_id, None) is not None
 
     def push(self, events: Iterable[Event]) -> list[OutputProcessor]:
-        """Passes on a step's events; the processors that received any, each once.
-
-        Finished requests are removed. Events of requests that are not there are dropped.
-        """
+        """The processors that received events, each once. Finished requests are removed; events of
+        unknown ones dropped."""
         news: dict[int, OutputProcessor] = {}
         for event in events:
             processor = self._open.get(event.request_id)
@@ -321,7 +306,6 @@ class OutputRouter:
 
 
 def describe_fault(error: BaseException) -> str:
-    """An exception's type and place, without its message, which may hold a user's text."""
     places = traceback.extract_tb(error.__traceback__)[-4:]
     shown = " < ".join(f"{place.name}:{place.lineno}" for place in reversed(places))
     return f"{type(error).__name__} in {shown}"

@@ -1,7 +1,6 @@
-"""What a request is made of (`AnyPrompt`, `RequestOptions`, `Terms`), in the forms in which
-programs give it, and what it becomes: `PreparedRequest`. Invariant: a member of a prompt that would
-change the answer and is not supported is refused.
-"""
+"""What a request is made of (`AnyPrompt`, `RequestOptions`, `Terms`), as programs give it, and the
+result, `PreparedRequest`. Invariant: unsupported members of a prompt that would change the answer
+are refused."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ LONG_TEXT = 2048
 
 Prompt = str | Sequence[int] | Mapping[str, object]
 """A text, token ids, or vLLM's dictionary: a text in `prompt`, or ids in `prompt_token_ids`, which
-then count and may have their text beside them; and a `cache_salt`. A text may have images in
+then count and may come with their text; and a `cache_salt`. A text may have images in
 `multi_modal_data`, as {"image": …}, for which it has placeholders."""
 
 
@@ -43,11 +42,8 @@ def conversation_of(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredPair:
-    """A prompt by whose last state the score head scores a document for a query.
-
-    The two are rendered by a chat template that has the roles `query` and `document`, and are
-    otherwise a pair of the tokenizer's.
-    """
+    """A query and a document, scored by the score head from the prompt's last state; rendered by a
+    chat template with the roles `query` and `document`, or as the tokenizer's pair."""
 
     query: str
     document: str
@@ -60,7 +56,7 @@ Seal = Callable[[Receipt], Receipt]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOptions:
-    """What is asked of a request beside its prompt and its sampling.
+    """What is asked of a request besides its prompt and its sampling.
 
     Args:
         pooling: its prompt becomes an embedding; None: an answer is generated.
@@ -196,7 +192,6 @@ def read_prompt(prompt: Prompt) -> GivenPrompt:
 
 
 def text_length(prompt: object) -> int:
-    """Characters that have to be tokenised."""
     form = cast(Mapping[str, object], prompt) if isinstance(prompt, Mapping) else None
     if form is not None:
         prompt = form.get("prompt") if form.get("prompt_token_ids") is None else None

@@ -1,8 +1,5 @@
-"""The progress of many requests: `ProgressLine` on a terminal, or a bar of the caller's own.
-
-Owns the line's text and when it is drawn. Knows no engine. Invariant: nothing is written where
-stderr is no terminal, and rich is not even imported; on a terminal the line is gone at the end.
-"""
+"""Progress of many requests: `ProgressLine` on a terminal, or a caller's bar. Invariant: nothing is
+written, and rich not imported, where stderr is no terminal; the line is gone at the end."""
 
 import math
 import sys
@@ -82,7 +79,6 @@ class ProgressLine:
         return self._clock() >= self._due_s
 
     def show(self, *, num_done: int, num_rows: int, num_tokens: int) -> None:
-        """Draws the line if it is due."""
         now_s = self._clock()
         if now_s < self._due_s:
             return
@@ -146,7 +142,6 @@ class MadeBar:
         self._bar.close()
 
     def show(self, *, num_done: int, num_rows: int, num_tokens: int) -> None:
-        """Moves the bar where more is done."""
         del num_rows
         if num_done == self._num_done:
             return
@@ -157,10 +152,7 @@ class MadeBar:
 
 
 def batch_progress(num_requests: int, wanted: bool | MakeBar | None) -> ProgressLine | MadeBar:
-    """A bar that `wanted` makes, or the line, if it is not false.
-
-    Raises InvalidRequestError where it is neither true, false nor something to call.
-    """
+    """Raises InvalidRequestError where `wanted` is neither true, false nor callable."""
     if wanted is None or isinstance(wanted, bool):
         return progress_line(num_requests, is_wanted=bool(wanted))
     if not callable(wanted):
@@ -169,7 +161,6 @@ def batch_progress(num_requests: int, wanted: bool | MakeBar | None) -> Progress
 
 
 def progress_line(num_requests: int, *, is_wanted: bool = True) -> ProgressLine:
-    """On stderr if that is a terminal and the line `is_wanted`."""
     if not is_wanted or sys.stderr is None or not sys.stderr.isatty():
         return ProgressLine(num_requests, None)
     from rich.console import Console

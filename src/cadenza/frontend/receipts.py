@@ -1,7 +1,6 @@
-"""Receipts of finished samples: what a request needs for one, `make_receipt`, and `ReceiptSeal`,
-which marks one as this server's. Invariants: a request with a receipt has the tokens that it has
-without one; a seal is opened for the tenant alone that it was made for.
-"""
+"""Receipts of finished samples, and `ReceiptSeal`, which marks one as this server's. Invariants: a
+receipt does not change a request's tokens; a seal is opened only for the tenant that it was made
+for."""
 
 import hmac
 import re
@@ -42,8 +41,7 @@ def with_receipt(prepared: PreparedRequest, terms: Terms = OWN_TERMS) -> Prepare
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnsweredRequest:
-    """A request whose samples have receipts; `fingerprint` is that of its answers, `kept` what was
-    computed of its prompt if that was thinned out."""
+    """`fingerprint`: of its answers; `kept`: the computed tokens of a pruned prompt."""
 
     request: Request
     request_id: int
@@ -52,8 +50,7 @@ class AnsweredRequest:
 
 
 def make_receipt(answered: AnsweredRequest, output: CompletionOutput) -> Receipt | None:
-    """Of a whole sample of a request; None if it was aborted, ended with an error, or has a call,
-    which is constrained."""
+    """None if the sample was aborted, ended with an error, or has a call, which is constrained."""
     request, fingerprint = answered.request, answered.fingerprint
     if output.finish_reason not in ("stop", "length"):
         return None

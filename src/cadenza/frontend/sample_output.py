@@ -1,8 +1,6 @@
-"""`SampleOutput`: the text of one sample, made of its tokens as they come: detokenised, cut at stop
-strings, split into parts where there is a parser. Invariants: shown text never changes; the final
-text is that of all tokens decoded at once and cut at the earliest stop string, which counts in
-content only where there are parts; tokens past it are never shown.
-"""
+"""`SampleOutput`: one sample's text from its tokens: detokenised, cut at stop strings, split into
+parts by a parser. Invariants: shown text never changes; the final text is all tokens decoded at
+once, cut at the earliest stop string (in content only, where there are parts)."""
 
 from bisect import bisect_left
 from dataclasses import dataclass
@@ -88,8 +86,8 @@ class SampleOutput:
         self._num_rejected = 0
         self._num_searched = 0
         self._taken = (0, 0, False, 0)
-        """Of tokens and texts the numbers that `take` has returned, whether it has returned the
-        end, and the number of parts, which come with texts or at the end."""
+        """What `take` has returned: numbers of tokens and texts, the end, and the number of
+        parts."""
 
     @property
     def is_finished(self) -> bool:
@@ -123,10 +121,6 @@ class SampleOutput:
         self._num_rejected += num_rejected
 
     def push(self, token_id: int, logprobs: dict[int, Logprob] | None) -> bool:
-        """Takes the next token; whether a stop string has ended the sample with it.
-
-        Exceptions of detokenising come through; the sample must then be ended by `fail`.
-        """
         self._token_ids.append(token_id)
         if logprobs is not None:
             self._logprobs.append(logprobs)
@@ -145,7 +139,6 @@ class SampleOutput:
         return self._ending is not None
 
     def finish(self, event: Finished) -> None:
-        """Ends it as the engine did; text that was held back is shown."""
         self._end(
             Ending(
                 finish_reason=event.finish_reason,
@@ -159,7 +152,6 @@ class SampleOutput:
         )
 
     def abort(self) -> None:
-        """Ends it for its reader; text that was held back is shown."""
         self._end(
             Ending(
                 finish_reason="abort",
@@ -169,7 +161,6 @@ class SampleOutput:
         )
 
     def fail(self, kind: ErrorKind, error: str) -> None:
-        """Ends it with an error; text that was held back is dropped."""
         self._ending = Ending(
             finish_reason="error",
             stop_reason=None,
@@ -179,11 +170,9 @@ class SampleOutput:
         )
 
     def output(self) -> CompletionOutput:
-        """All so far."""
         return self._describe(0, 0, 0, self.num_shown_tokens)
 
     def take(self) -> CompletionOutput | None:
-        """What is new since the last call; None when nothing is."""
         now = (self.num_shown_tokens, len(self._texts), self.is_finished, len(self._parts))
         if now[:3] == self._taken[:3]:
             return None
@@ -229,7 +218,7 @@ class SampleOutput:
         self._parts += shown.parts
 
     def _count_reasoning(self) -> None:
-        """Tokens behind which the text is within reasoning; the one that ends it is none."""
+        """Tokens after which the text is within reasoning."""
         parser = self._stops or self._parser
         if parser is not None and parser.is_reasoning:
             self._num_reasoning += 1
@@ -252,7 +241,6 @@ class SampleOutput:
     def _describe(
         self, first_token: int, first_text: int, first_part: int, count: int
     ) -> CompletionOutput:
-        """From these on, up to the `count`-th token."""
         ending = self._ending
         num_generated = count if ending is None else ending.num_generated_tokens
         return CompletionOutput(

@@ -1,7 +1,5 @@
-"""`SamplingDefaults`: values of the sampling fields that a request does not set, from a
-checkpoint's recommendations, and their description for people. Invariant: a default never makes an
-otherwise valid request invalid.
-"""
+"""`SamplingDefaults`: values of fields that a request does not set, from a checkpoint's
+recommendations, and their description. Invariant: a default never makes a valid request invalid."""
 
 from collections.abc import Mapping
 from operator import index
@@ -23,8 +21,8 @@ DESCRIBED = tuple(name for name in _RECOMMENDABLE if not name.endswith("_tokens"
 """Those that are no lengths."""
 
 SamplingSource = Literal["model", "llama.cpp", "neutral"]
-"""Where the defaults come from: the checkpoint's recommendations; what llama.cpp assumes of a GGUF
-file, for at least one field that the file leaves open; nothing that changes the distribution."""
+"""The checkpoint's recommendations; what llama.cpp assumes for fields that a GGUF file leaves open;
+or no change to the distribution."""
 
 
 class SamplingDefaults:
@@ -86,7 +84,6 @@ class SamplingDefaults:
     def _fit_lengths(
         self, values: dict[str, Any], given: Mapping[str, object], room: int | None
     ) -> None:
-        """Limits recommended `max_tokens` and `min_tokens` to `room` and to the given lengths."""
         longest, shortest = self._values.get("max_tokens"), self._values.get("min_tokens")
         if longest is not None and "max_tokens" not in given:
             asked = given.get("min_tokens")

@@ -1,8 +1,6 @@
-"""`SparsePrompts`: which prompts of a server are thinned out, which of their tokens are kept
-whatever they score, and why a prompt is computed whole. Invariant: the decision is a function of
-the request and the server's settings alone; what the engine then does is another matter
-(`events.WholePromptReason`).
-"""
+"""`SparsePrompts`: which prompts of a server are pruned, which tokens are kept whatever they score,
+and why a prompt is computed whole. Invariant: this depends on the request and the server's settings
+alone; the engine may still decide otherwise (`events.WholePromptReason`)."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -36,9 +34,9 @@ WholeReason = Literal[
     "short",
     "draft_context",
 ]
-"""Why a prompt is not thinned out. In order: its request asked for all of it; the server thins out
-none; its embedding, or log probabilities of its tokens, need all of it; it has images; tokens that
-were left out would not be penalised; it is below the threshold; it is longer than the draft model's
+"""Why a prompt is not pruned. In order: its request asked for all of it; the server prunes none;
+its embedding, or log probabilities of its tokens, need all of it; it has images; tokens that were
+left out would not be penalised; it is below the threshold; it is longer than the draft model's
 context."""
 
 WHOLE_REASONS: tuple[str, ...] = get_args(WholeReason)
@@ -57,7 +55,7 @@ class SparsePrompts:
     """Of one server.
 
     Args:
-        config: None where it thins out none.
+        config: None where it prunes none.
         scored_tokens: of the longest prompt that the draft model scores; None: any.
     """
 
@@ -71,10 +69,8 @@ class SparsePrompts:
         return replace(self, scored_tokens=scored_tokens)
 
     def thinned(self, request: Request) -> Request:
-        """The request with `sparse_prefill` set if its prompt is thinned out.
-
-        Raises InvalidRequestError where it chooses for itself and may not.
-        """
+        """With `sparse_prefill` set if its prompt is pruned. Raises InvalidRequestError where it
+        may not choose."""
         config, choice = self.config, request.params.spec_prefill
         own = choice if isinstance(choice, SpecPrefillChoice) else SpecPrefillChoice()
         if config is not None and not config.allow_request and own != SpecPrefillChoice():
@@ -93,8 +89,8 @@ class SparsePrompts:
         return replace(request, sparse_prefill=sparse)
 
     def planned_use(self, request: Request) -> PromptUse | None:
-        """What is computed of a resolved request's prompt, and otherwise why all of it is; None
-        where neither the server nor the request asked for less."""
+        """How much of a resolved request's prompt is computed, or why all; None where nobody asked
+        for less."""
         num_tokens, sparse = len(request.prompt_token_ids), request.sparse_prefill
         if sparse is None and self.config is None and not request.params.spec_prefill:
             return None
@@ -104,7 +100,7 @@ class SparsePrompts:
         return PromptUse(num_kept_tokens=num_kept, num_skipped_tokens=num_tokens - num_kept)
 
     def whole_because(self, request: Request) -> WholeReason | None:
-        """Why a request's prompt is not to be thinned out; None if it is."""
+        """Why a request's prompt is not to be pruned; None if it is."""
         config, params = self.config, request.params
         if params.spec_prefill is False:
             return "declined"
@@ -130,8 +126,8 @@ class SparsePrompts:
         return None
 
     def fingerprint_of(self, request: Request, whole: Fingerprint) -> Fingerprint:
-        """Of the answers to a request, whose prompt may be thinned out; `whole` is that of whole
-        ones. Equal requests with equal fingerprints keep the same chunks."""
+        """Equal requests with equal fingerprints keep the same chunks; `whole`: the fingerprint of
+        whole prompts."""
         sparse, config = request.sparse_prefill, self.config
         if sparse is None:
             return whole
@@ -140,9 +136,8 @@ class SparsePrompts:
         return whole.thinned(f"{numbers}-keep{float(sparse.keep)!r}-{sparse.when}-head{head}")
 
     def with_places(self, request: Request, places: Sequence[PromptSpan], num_cut: int) -> Request:
-        """The request with further spans that are kept, of the prompt before `num_cut` tokens of
-        its beginning were cut off. The first of them is the head, at most as long as configured.
-        """
+        """With further kept spans, of the prompt before `num_cut` leading tokens were cut; the
+        first is the head, at most as long as configured."""
         sparse, config = request.sparse_prefill, self.config
         if sparse is None or config is None or sparse.kept is not None:
             return request
@@ -194,8 +189,8 @@ def places_in(
 
 
 def _begin(messages: Sequence[Message], place: int, text: str, render: Render) -> int:
-    """The character where the content of a message begins: where the text with another content is
-    different. The first of the text if the template refuses that content."""
+    """Where the rendered text differs if the message's content does; 0 if the template refuses that
+    content."""
     other = {**messages[place], "content": _OTHER_CONTENT}
     try:
         changed = render([*messages[:place], other, *messages[place + 1 :]])

@@ -1,8 +1,6 @@
-"""`TextFrontend`: prompts in and text out, for one checkpoint.
-
-Knows no running engine. Invariant: a checkpoint without tokenizer.json serves token ids, and
-refuses text with an error that says so.
-"""
+"""`TextFrontend`: prompts in and text out, for one checkpoint. Knows no running engine. Invariant:
+a checkpoint without tokenizer.json serves token ids, and refuses text with an error that says
+so."""
 
 import logging
 from collections.abc import Mapping
@@ -81,8 +79,8 @@ _SCORED_ROLES = ('"query"', '"document"')
 """As the template of a reranker names them."""
 FingerprintT = TypeVar("FingerprintT", Fingerprint, Fingerprint | None)
 Params = SamplingParams | Mapping[str, object] | None
-"""How to sample: `SamplingParams` are complete and taken as they are; a mapping names some of its
-fields, and the others, like all of None's, are as the checkpoint recommends."""
+"""`SamplingParams` are complete; a mapping, or None, gets the checkpoint's recommendations for the
+other fields."""
 
 
 class TextFrontend:
@@ -95,7 +93,7 @@ class TextFrontend:
         workers: that check forms and open images.
         parsers: of reasoning and tool calls in answers.
 
-    `sparse` says which prompts are thinned out: none, until it is set; `tokenizer` is None without
+    `sparse` says which prompts are pruned: none, until it is set; `tokenizer` is None without
     tokenizer.json.
     """
 
@@ -186,8 +184,8 @@ class TextFrontend:
     def prepare_request(
         self, request: Request, options: RequestOptions = PLAIN, terms: Terms = OWN_TERMS
     ) -> PreparedRequest:
-        """As `prepare`, of a request that a program has made; the terms have only a check. Doing it
-        twice changes nothing. Raises InvalidRequestError if it is no `Request`, too."""
+        """As `prepare`, of a program's request. Idempotent. Raises InvalidRequestError also if it
+        is no `Request`."""
         if not isinstance(request, Request):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise InvalidRequestError(
                 f"what was submitted is {show(request)}; it must be a Request", param="request"
@@ -196,8 +194,8 @@ class TextFrontend:
         return self._admitted(self._prepared(request, written, options, terms), terms)
 
     def completed(self, prepared: PreparedRequest, terms: Terms = OWN_TERMS) -> PreparedRequest:
-        """A request that was pending with the pixels of its images, which are opened if they are
-        not yet. Slow; safe on any thread. Raises InvalidRequestError."""
+        """A pending request with its images' pixels. Slow; on any thread. Raises
+        InvalidRequestError."""
         if prepared.pending is None:
             return prepared
         attachments = self.prompts.attachments(prepared.pending, None)
@@ -277,7 +275,6 @@ class TextFrontend:
         return replace(params, max_tokens=None if most >= context else room)
 
     def _predicted(self, prediction: str, most: int | None) -> tuple[int, ...]:
-        """The tokens of a prediction. Raises InvalidRequestError if there are more than `most`."""
         encode = self.prompts.need_tokenizer().encode
         try:
             return tuple(encode(prediction, add_special_tokens=False, max_num_tokens=most))
@@ -319,8 +316,7 @@ class TextFrontend:
     def _admitted(
         self, prepared: PreparedRequest, terms: Terms, written: "_Written | None" = None
     ) -> PreparedRequest:
-        """A whole request: thinned out, or not, and checked. `written`: its prompt, where that may
-        be thinned out."""
+        """Pruned if need be, and checked. `written`: its prompt, where it may be pruned."""
         request, check, sparse = prepared.request, terms.check, self.sparse
         if check is not None:
             sparse = sparse.scored_by(check.scored_tokens)
@@ -343,10 +339,9 @@ class TextFrontend:
         return places_in(conversation.messages, text, ids, render, encode)
 
     def _resolved(self, request: Request, check: GrammarCheck) -> Request:
-        """The prompt is cut to `truncate_prompt_tokens`, `bad_words` become token ids, `structured`
-        a constraint, and pooling that is not named is the checkpoint's. `check` is that of the
-        request's grammars. Raises InvalidRequestError where that needs a tokenizer.json that is
-        not there, or the model has embeddings only."""
+        """Cuts the prompt to `truncate_prompt_tokens`, makes token ids of `bad_words` and a
+        constraint of `structured`, and sets default pooling. Raises InvalidRequestError without a
+        needed tokenizer.json, or for embeddings-only models."""
         if request.pooling is None and not self._can_generate:
             raise InvalidRequestError(
                 "this model has no head and cannot generate; ask for embeddings "
@@ -381,8 +376,7 @@ class TextFrontend:
         return ConstraintSpec(grammar=form.text)
 
     def unenforced_schema(self, structured: StructuredOutput | None) -> str | None:
-        """The schema that answers are checked by at their end, as their grammar does not hold all
-        of it; None for most."""
+        """Checked at an answer's end, where the grammar does not hold all of it; None for most."""
         if structured is None or structured.kind != "json":
             return None
         form = read_form(structured, self._style)
@@ -434,8 +428,7 @@ class TextFrontend:
     def sample_output(
         self, params: SamplingParams, sample: int, make_parser: MakeParser | None = None
     ) -> SampleOutput:
-        """Of one sample, with a fresh detokenizer, stop matcher and parser as it needs them; it has
-        no text without tokenizer.json."""
+        """Without tokenizer.json it has no text."""
         tokenizer, plan = self.tokenizer, self._decoder_plan
         if tokenizer is None:
             return SampleOutput(sample, None)
@@ -456,7 +449,6 @@ class TextFrontend:
         )
 
     def decode(self, token_ids: SequenceOf[int], *, skip_special_tokens: bool = False) -> str:
-        """The text of token ids. Raises InvalidRequestError."""
         decode = self.prompts.need_tokenizer().decode
         return decode(token_ids, skip_special_tokens=skip_special_tokens)
 
@@ -479,10 +471,8 @@ class TextFrontend:
         return None if piece is None else bytes_of_token(piece)
 
     def piece_of(self, token_id: int) -> str | None:
-        """A token's entry in the vocabulary, such as `Ġcapital`; None for an unused id.
-
-        Raises InvalidRequestError without tokenizer.json.
-        """
+        """A token's entry in the vocabulary, such as `Ġcapital`; None for an unused id. Raises
+        InvalidRequestError without tokenizer.json."""
         return self.prompts.need_tokenizer().token_of(token_id)
 
     def describe_tokenizer(self) -> dict[str, Any]:
