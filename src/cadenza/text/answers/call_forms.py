@@ -21,7 +21,7 @@ _BEFORE_FENCE_END = " \t\r\n;,"
 class CallStart(NamedTuple):
     """Where a call begins; `is_certain`: its beginning is there, rather than a part of one."""
 
-    place: int
+    position: int
     is_certain: bool
 
 
@@ -66,9 +66,9 @@ class MarkedCalls:
 
     def find(self, text: str, functions: Functions, *, is_end: bool) -> CallStart | None:
         del functions
-        place = text.find(self.begin)
-        if place >= 0:
-            return CallStart(place, is_certain=True)
+        position = text.find(self.begin)
+        if position >= 0:
+            return CallStart(position, is_certain=True)
         held = 0 if is_end else num_held(text, self.begin)
         return CallStart(len(text) - held, is_certain=False) if held else None
 
@@ -88,14 +88,14 @@ class _MarkedMatcher:
     def take(self, text: str, *, is_end: bool) -> Taken | None:
         form = self._form
         while self._taken is None and form.end:
-            place = text.find(form.end, self._num_tried)
-            if place < 0:
+            position = text.find(form.end, self._num_tried)
+            if position < 0:
                 self._num_tried = max(len(form.begin), len(text) - len(form.end) + 1)
                 break
-            self._num_tried = place + 1
-            calls = self._read(text, place, most=2)
+            self._num_tried = position + 1
+            calls = self._read(text, position, most=2)
             if calls is not None:
-                self._taken = Taken(calls, place + len(form.end))
+                self._taken = Taken(calls, position + len(form.end))
         if self._taken is not None:
             return self._with_trailing(self._taken, text, is_end=is_end)
         if not is_end:
@@ -104,14 +104,14 @@ class _MarkedMatcher:
         if calls is not None:
             return Taken(calls, len(text))
         # Text may stand behind a call that has no end mark.
-        place = max(text.rfind("]"), text.rfind("}")) + 1
-        calls = None if form.end else self._read(text, place, most=0)
-        return Taken((), len(text)) if calls is None else Taken(calls, place)
+        position = max(text.rfind("]"), text.rfind("}")) + 1
+        calls = None if form.end else self._read(text, position, most=0)
+        return Taken((), len(text)) if calls is None else Taken(calls, position)
 
-    def _read(self, text: str, place: int, *, most: int) -> tuple[ToolCall, ...] | None:
-        """The calls up to a place, of which `most` last brackets may be missing."""
+    def _read(self, text: str, position: int, *, most: int) -> tuple[ToolCall, ...] | None:
+        """The calls up to a position, of which `most` last brackets may be missing."""
         form = self._form
-        written = text[:place] if form.is_named else text[len(form.begin) : place]
+        written = text[:position] if form.is_named else text[len(form.begin) : position]
         calls = form.read(written, self._functions)
         if calls is None and most and (whole := closed(written, most)) is not None:
             calls = form.read(whole, self._functions)
@@ -213,14 +213,14 @@ class _BareMatcher:
 
     def _scan(self, text: str) -> bool:
         """Whether the brackets of the call close; `_place` is then after the last one."""
-        place = self._place
-        while (match := self._marks.search(text, place)) is not None:
-            mark, place = match[0], match.end()
+        position = self._place
+        while (match := self._marks.search(text, position)) is not None:
+            mark, position = match[0], match.end()
             if self._quote:
-                if mark == "\\" and place == len(text):
+                if mark == "\\" and position == len(text):
                     self._place = match.start()  # what it escapes is not there yet
                     return False
-                place += mark == "\\"
+                position += mark == "\\"
                 self._quote = "" if mark == self._quote else self._quote
             elif mark in self._form.quotes:
                 self._quote = mark
@@ -229,7 +229,7 @@ class _BareMatcher:
             elif mark != "\\":
                 self._depth -= 1
                 if self._depth <= 0:
-                    self._place, self._depth = place, 0
+                    self._place, self._depth = position, 0
                     return True
         self._place = len(text)
         return False

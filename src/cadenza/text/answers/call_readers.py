@@ -210,18 +210,18 @@ class _Elements:
     end: re.Pattern[str]
     last: str = ""
 
-    def read(self, text: str, place: int, schema: Mapping[str, Any]) -> _Found | None:
+    def read(self, text: str, position: int, schema: Mapping[str, Any]) -> _Found | None:
         properties: Mapping[str, Any] = schema.get("properties") or {}
         typed: dict[str, object] = {}
-        while (begin := self.begin.search(text, place)) is not None and begin[1] is not None:
+        while (begin := self.begin.search(text, position)) is not None and begin[1] is not None:
             key = begin[1] if begin[1] in properties else begin[1].strip()
             argument = ArgumentSchema.of(properties.get(key), schema)
             first = begin.end()
             ends = (end.start() for end in self.end.finditer(text, first))
-            place = next((end for end in ends if not argument.is_open(text[first:end])), -1)
-            if place < 0:
+            position = next((end for end in ends if not argument.is_open(text[first:end])), -1)
+            if position < 0:
                 return None
-            written = text[first:place]
+            written = text[first:position]
             if begin[0].endswith("\r\n"):
                 written = written.removesuffix("\r")
             typed[key] = argument.read(written)
@@ -271,12 +271,12 @@ def _values(text: str) -> list[object] | None:
     decoder = json.JSONDecoder(strict=False)
     for written in (text, with_known_escapes(text)):
         found: list[object] = []
-        place = 0
+        position = 0
         try:
-            while place < len(written):
-                value, place = decoder.raw_decode(written, place)
+            while position < len(written):
+                value, position = decoder.raw_decode(written, position)
                 found += cast(list[object], value) if isinstance(value, list) else [value]
-                place = _SEPARATORS.match(written, place).end()  # pyright: ignore[reportOptionalMemberAccess]
+                position = _SEPARATORS.match(written, position).end()  # pyright: ignore[reportOptionalMemberAccess]
         except (ValueError, RecursionError):
             continue
         return found

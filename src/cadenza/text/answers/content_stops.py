@@ -64,7 +64,7 @@ class ContentStops:
         if self.match is not None:
             return self.match.end
         found = [(self._held.find(stop), len(stop)) for stop in self._stops]
-        ends = [self._num_shown + place + size for place, size in found if place >= 0]
+        ends = [self._num_shown + position + size for position, size in found if position >= 0]
         return min(ends, default=None)
 
     def push(self, text: str, *, is_searched: bool = True) -> ShownText:
@@ -88,8 +88,8 @@ class ContentStops:
 
     def _show(self, placed: Sequence[tuple[int, OutputPart]]) -> ShownText:
         parts: list[OutputPart] = []
-        for place, part in placed:
-            parts += self._search(place, part) if part.kind == "content" else self._end_stretch()
+        for position, part in placed:
+            parts += self._search(position, part) if part.kind == "content" else self._end_stretch()
             if self.match is not None:
                 break
             if part.kind != "content":
@@ -98,11 +98,11 @@ class ContentStops:
         end = self._end_of_shown(self._parser.num_read - num_held)
         return ShownText(self._release(end), [part for part in parts if _is_something(part)])
 
-    def _search(self, place: int, part: OutputPart) -> list[OutputPart]:
-        num_free = max(0, min(len(part.text), self._first - place))
+    def _search(self, position: int, part: OutputPart) -> list[OutputPart]:
+        num_free = max(0, min(len(part.text), self._first - position))
         free, text = part.text[:num_free], part.text[num_free:]
         if text and self._matcher is None:
-            self._matcher, self._base = self._make_matcher(), place + num_free
+            self._matcher, self._base = self._make_matcher(), position + num_free
         if text and self._matcher is not None:
             text = self._matcher.push(text)
             self._take_match(self._matcher)

@@ -57,24 +57,24 @@ class Escapes:
         return escaped
 
     def _pieces(self, pattern: str, *, dot_is_any: bool) -> Iterator[str]:
-        place = 0
-        while place < len(pattern):
-            character = pattern[place]
+        position = 0
+        while position < len(pattern):
+            character = pattern[position]
             if character == "\\":
-                piece, place = self._escape(pattern, place)
+                piece, position = self._escape(pattern, position)
                 yield piece
                 continue
             if character == "[":
-                end = _class_end(pattern, place)
-                yield self._class(pattern[place:end])
-                place = end
+                end = _class_end(pattern, position)
+                yield self._class(pattern[position:end])
+                position = end
                 continue
-            if pattern.startswith("(?", place):
-                group = _GROUP.match(pattern, place)
+            if pattern.startswith("(?", position):
+                group = _GROUP.match(pattern, position)
                 if group is None:
-                    raise _refused(f"the group {pattern[place : place + 4]}")
+                    raise _refused(f"the group {pattern[position : position + 4]}")
                 yield group[0]
-                place = group.end()
+                position = group.end()
                 continue
             if character in "^$":
                 raise _refused(f"{character} within an expression")
@@ -87,24 +87,24 @@ class Escapes:
                 yield character
             else:
                 yield self._literal(character)
-            place += 1
+            position += 1
 
-    def _escape(self, pattern: str, place: int) -> tuple[str, int]:
+    def _escape(self, pattern: str, position: int) -> tuple[str, int]:
         """What an escape becomes, and the position after it."""
-        code = _CODE.match(pattern, place)
+        code = _CODE.match(pattern, position)
         if code is not None:
             return self._literal(_character(code)), code.end()
-        named = _PROPERTY.match(pattern, place)
+        named = _PROPERTY.match(pattern, position)
         if named is not None:
             return self._class(f"[{named[0]}]"), named.end()
-        letter = pattern[place + 1 : place + 2]
+        letter = pattern[position + 1 : position + 2]
         if letter and letter in "dDwWsS":
-            return self._class(rf"[\{letter}]"), place + 2
+            return self._class(rf"[\{letter}]"), position + 2
         if letter in _CONTROLS and letter:
-            return self._literal(_CONTROLS[letter]), place + 2
+            return self._literal(_CONTROLS[letter]), position + 2
         if not letter or letter.isalnum() or letter in "<>":
             raise _refused(rf"\{letter}")
-        return self._literal(letter), place + 2
+        return self._literal(letter), position + 2
 
     def _literal(self, character: str) -> str:
         if character in self.characters:
@@ -141,8 +141,8 @@ def _character(code: "re.Match[str]") -> str:
         raise _refused(code[0]) from None
 
 
-def _class_end(pattern: str, place: int) -> int:
-    at = place + 1
+def _class_end(pattern: str, position: int) -> int:
+    at = position + 1
     at += pattern.startswith("^", at)
     at += pattern.startswith("]", at)
     while at < len(pattern) and pattern[at] != "]":

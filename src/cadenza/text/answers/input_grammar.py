@@ -110,22 +110,22 @@ class _Definitions:
         self._ignored: list[_Piece] = []
         self._has_attributes = False
         body = self._ignored
-        place = 0
-        while place < len(pieces):
-            piece = pieces[place]
-            head = self._head_end(place)
+        position = 0
+        while position < len(pieces):
+            piece = pieces[position]
+            head = self._head_end(position)
             if head is not None:
                 while body and body[-1].text in ("?", "!") and _begins_line(body):
                     body.pop()
                 body = self._bodies.setdefault(piece.text, [])
-                place = head
+                position = head
                 continue
             if piece.kind == "directive":
                 body = self._ignored
             elif piece.kind == "import":
                 self._imports.append(piece.text)
             body.append(piece)
-            place += 1
+            position += 1
 
     def is_regular(self) -> bool:
         """Whether no rule contains itself, and each terminal is only what it matches."""
@@ -139,7 +139,7 @@ class _Definitions:
         return "\n".join([*lines, *self._imports])
 
     def refuse_undecided(self, check: GrammarCheck) -> None:
-        """Raises InvalidRequestError where one terminal may go on with an escape at a place where
+        """Raises InvalidRequestError where a terminal may go on with an escape at a position where
         another begins with one."""
         lexemes = {each.text: None for each in self._lexemes()}
         any_escape = r"/\x5C(.|\n)*/"
@@ -160,18 +160,18 @@ class _Definitions:
     def _ignored_is_said(self) -> bool:
         return any(each.kind == "directive" for each in self._ignored)
 
-    def _head_end(self, place: int) -> int | None:
+    def _head_end(self, position: int) -> int | None:
         """The position after the colon of a definition that begins at a position; None if none
         does."""
-        if self.pieces[place].kind != "name":
+        if self.pieces[position].kind != "name":
             return None
-        rest = "".join(each.text for each in self.pieces[place + 1 : place + MAX_HEAD_PIECES])
-        before = "".join(each.text for each in self.pieces[max(0, place - 8) : place])
+        rest = "".join(each.text for each in self.pieces[position + 1 : position + MAX_HEAD_PIECES])
+        before = "".join(each.text for each in self.pieces[max(0, position - 8) : position])
         head = _HEAD_REST.match(rest)
         if head is None or not _HEAD_BEFORE.search(before):
             return None
         self._has_attributes |= head[1] is not None
-        num_chars, at = len(head[0]), place + 1
+        num_chars, at = len(head[0]), position + 1
         while num_chars > 0:
             num_chars -= len(self.pieces[at].text)
             at += 1

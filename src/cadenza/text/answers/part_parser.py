@@ -181,13 +181,15 @@ def _skip_blanks(
 
 def _reason(plan: PartPlan, text: str, *, is_end: bool) -> _Step | None:
     assert plan.reasoning is not None
-    place = text.find(plan.reasoning.end)
-    found = _next_call(plan, text if place < 0 else text[:place], is_end=is_end or place >= 0)
+    position = text.find(plan.reasoning.end)
+    found = _next_call(
+        plan, text if position < 0 else text[:position], is_end=is_end or position >= 0
+    )
     if found is not None:
         return _before_call(_State.REASONED_CALL, plan, text, found)
-    if place >= 0:
-        thought = OutputPart("reasoning", text[:place].rstrip())
-        return _Step(_State.REASONED, (thought,), text[place + len(plan.reasoning.end) :])
+    if position >= 0:
+        thought = OutputPart("reasoning", text[:position].rstrip())
+        return _Step(_State.REASONED, (thought,), text[position + len(plan.reasoning.end) :])
     if is_end:
         return _Step(_State.REASONING, (OutputPart("reasoning", text.rstrip()),), "")
     held = num_held(text, plan.reasoning.end)
@@ -202,10 +204,10 @@ def _reason_call(plan: PartPlan, matcher: CallMatcher, text: str, *, is_end: boo
     calls: list[ToolCall] = []
     rest = text[begin:]
     while True:
-        place = rest.find(end)
-        held = 0 if is_end or place >= 0 else num_held(rest, end)
-        body = rest[: len(rest) - held] if place < 0 else rest[:place]
-        taken = matcher.take(body, is_end=is_end or place >= 0)
+        position = rest.find(end)
+        held = 0 if is_end or position >= 0 else num_held(rest, end)
+        body = rest[: len(rest) - held] if position < 0 else rest[:position]
+        taken = matcher.take(body, is_end=is_end or position >= 0)
         if taken is None and len(text) <= MAX_HELD_CHARS:
             return None
         if taken is None or not taken.calls or _has_unknown(plan, taken.calls):
@@ -213,13 +215,13 @@ def _reason_call(plan: PartPlan, matcher: CallMatcher, text: str, *, is_end: boo
         calls += taken.calls
         rest = rest[taken.end :].lstrip()
         found = _next_call(plan, rest, is_end=is_end)
-        if found is None or found[1].place or not found[1].is_certain:
+        if found is None or found[1].position or not found[1].is_certain:
             break
         matcher = found[0].matcher(plan.functions)
     behind = rest[len(end) :].lstrip() if rest.startswith(end) else rest
     if not behind:
         return _Step(_State.CALLED, _as_parts(calls), "") if is_end else None
-    may_follow = end.startswith(rest) or (found is not None and not found[1].place)
+    may_follow = end.startswith(rest) or (found is not None and not found[1].position)
     return _no_call(text, begin) if is_end or not may_follow else None
 
 
@@ -262,22 +264,22 @@ def _next_call(plan: PartPlan, text: str, *, is_end: bool) -> tuple[CallForm, Ca
     forms = () if plan.tools is None else plan.tools.forms
     found = [(form, form.find(text, plan.functions, is_end=is_end)) for form in forms]
     begun = [(form, beginning) for form, beginning in found if beginning is not None]
-    return min(begun, key=lambda each: (each[1].place, not each[1].is_certain), default=None)
+    return min(begun, key=lambda each: (each[1].position, not each[1].is_certain), default=None)
 
 
 def _before_call(
     state: _State, plan: PartPlan, text: str, found: tuple[CallForm, CallStart]
 ) -> _Step | None:
-    form, (place, is_certain) = found
+    form, (position, is_certain) = found
     is_thought = state is _State.REASONED_CALL
     kind: PartKind = "reasoning" if is_thought else "content"
     if is_certain:
-        sure = text[:place].rstrip()
+        sure = text[:position].rstrip()
         parts = (OutputPart(kind, sure),)
         return _Step(state, parts, text[len(sure) :], form.matcher(plan.functions))
     if is_thought and plan.reasoning is not None:
-        place = min(place, len(text) - num_held(text, plan.reasoning.end))
-    return _certain(_State.REASONING if is_thought else _State.CONTENT, kind, text, place)
+        position = min(position, len(text) - num_held(text, plan.reasoning.end))
+    return _certain(_State.REASONING if is_thought else _State.CONTENT, kind, text, position)
 
 
 def _certain(state: _State, kind: PartKind, text: str, end: int) -> _Step | None:
