@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from cadenza.backends.xla.layer_faults import LAYER_FAULTS, LayerFault
+from cadenza.backends.xla.mutants import LAYER_FAULTS, LayerFault
 from tests.xla.harness import BASE, Lab, Mode, Variant, random_requests, serve, serve_alone, shout
 
 SHAPES: Mapping[str, str] = {

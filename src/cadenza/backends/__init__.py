@@ -8,7 +8,7 @@ Modules:
 - `base`: the interfaces `Backend` and `Runner`
 - `token_choice`, `token_rules`: sampling, and penalties, biases and bans, over an array library
 - `arrays`, `step_result`: that library, JAX or MLX; the result of a step as one array
-- `fake`, `fake_states`, `fake_images`, `fake_spans`: a runner that stores tokens in place of KV and
+- `fake`, `fake_states`, `fake_images`: a runner that stores tokens in place of KV and
   of recurrent states, and sees
 """
 

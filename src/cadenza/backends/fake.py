@@ -1,6 +1,6 @@
 """The fake runner for tests, numpy only: it stores tokens in the slots where a model would store
 KV, reads every row's history back through the page table, and returns a hash of it. States, images
-and spans store likewise (`fake_states`, `fake_images`, `fake_spans`). An error in paging, sharing,
+and spans store likewise (`fake_states`, `fake_images`). An error in paging, sharing,
 chunking, preemption, speculation or encoding therefore changes the output, without a model."""
 
 import hashlib
@@ -12,8 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cadenza.backends.base import Capability
-from cadenza.backends.fake_images import FakeImages, fake_image_work
-from cadenza.backends.fake_spans import FakeSpans, fake_span_shape
+from cadenza.backends.fake_images import FakeImages, FakeSpans, fake_image_work, fake_span_shape
 from cadenza.backends.fake_states import FakeStates, state_of
 from cadenza.core.image_cost import ImageWork
 from cadenza.core.step_schema import (

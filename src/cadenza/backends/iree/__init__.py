@@ -7,8 +7,7 @@ Modules:
 
 - `backend`: `IreeBackend`
 - `manifest`: what was compiled, for which shapes, and by what
-- `parameters`: the checkpoint's tensors as the parameters of modules
 - `wire`: a step's inputs in the layout that a module was compiled for
 - `device`: IREE's devices, their buffers, and modules loaded on them
-- `runner`: the runner, and its thread
+- `runner`: the runner, its thread, and the checkpoint's tensors as parameters of modules
 """

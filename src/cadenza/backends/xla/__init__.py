@@ -19,9 +19,9 @@ Modules:
 - `decoder`: the model, its weights and their loading, over the kinds of `layers`
 - `hidden_states`: hidden states that a target's steps keep and an MTP head's steps read
 - `reference_model`: the independent implementation
-- `reference_block`, `reference_delta`, `reference_scan`: its own recurrences
+- `reference_recurrences`: its own recurrences
 - `reference_latent`, `reference_inputs`, `reference_rope`: its own attention over latents,
   per-layer embeddings and rotary factors
 - `reference_tower`, `reference_images`: its own image towers, and what it takes of images
-- `mutants`, `layer_faults`: op tables with faults, for `verify --self-test`
+- `mutants`: op tables with faults, for `verify --self-test`
 """

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from cadenza.backends.xla.reference_block import BlockTensors, new_state
 from cadenza.backends.xla.reference_images import SeenImages
 from cadenza.backends.xla.reference_inputs import (
     add_layer_input,
@@ -20,8 +19,8 @@ from cadenza.backends.xla.reference_inputs import (
     parallel_mixture,
 )
 from cadenza.backends.xla.reference_latent import LatentHeads, new_latent_cache
+from cadenza.backends.xla.reference_recurrences import BlockTensors, net_of, new_state
 from cadenza.backends.xla.reference_rope import reference_rope
-from cadenza.backends.xla.reference_scan import net_of
 from cadenza.backends.xla.reference_tower import ReferenceTower
 from cadenza.checkpoint.layer_kind import HeadShape, LayerKind
 from cadenza.checkpoint.model_config import (
