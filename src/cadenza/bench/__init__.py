@@ -17,7 +17,6 @@ Modules:
 from collections.abc import Callable
 
 Clock = Callable[[], float]
-"""Seconds."""
 
 OnStatus = Callable[[str], None]
 """Receives a line that says what is being measured."""

@@ -1,9 +1,7 @@
-"""When the requests of an open loop are due: a rate, its burstiness, and how it rises.
-
-Pure functions of a seed. As in vLLM's `bench serve`, the gaps follow a gamma distribution whose
-shape is the burstiness, and a ramp is a function of the request's place in the order. Invariant:
-the times are fixed before the first request is sent, whatever the server does.
-"""
+"""When the requests of an open loop are due: a rate, its burstiness, and its ramp. As in vLLM's
+`bench serve`, gaps follow a gamma distribution whose shape is the burstiness, and a ramp follows
+the request's index. Invariant: times are a function of the seed, fixed before the first request is
+sent."""
 
 import random
 from collections.abc import Iterator

@@ -1,17 +1,5 @@
-"""The bound of a rate: what a step must read and multiply, over the machine's roofline.
-
-Pure arithmetic over a model's shape. Counted are the matrix products' weights, once for each step,
-the KV of the rows' contexts, the rows' recurrent states, and the operations of products and
-attention (a multiplication and its sum are two). Norms, biases, activations, recurrences and the
-embedding rows, below one per cent together, are not counted; so the bound is slightly high and a
-share of it slightly low.
-
-In a mixture a token is multiplied with its own experts only, and a step reads each distinct expert
-that its tokens choose once. Decode steps count those that a run touched, where the kernels counted
-them. Else, and in prefill, the number is what T tokens touch on average that choose evenly and on
-their own: X (1 - (1 - A / X)^T) of X experts in each layer where a token chooses A. Where tokens
-choose alike a step reads less, and a share of that bound can exceed 100 %.
-"""
+"""The bound of a rate: what a step must read and multiply, over the machine's roofline. Pure
+arithmetic over a model's shape. `ModelCost` says what is counted."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -45,7 +33,6 @@ class Roofline:
 
     @classmethod
     def median_of(cls, found: Sequence["Roofline"]) -> Self:
-        """The median of several measurements, of each rate on its own."""
         return cls(
             read_gb_s=statistics.median(each.read_gb_s for each in found),
             gflop_s=statistics.median(each.gflop_s for each in found),
@@ -62,7 +49,6 @@ class Cost:
     operations: float
 
     def bound_s(self, roofline: Roofline) -> float:
-        """The least time it can take."""
         return max(self._read_s(roofline), self._multiply_s(roofline))
 
     def limit(self, roofline: Roofline) -> Limit:
@@ -90,7 +76,6 @@ class Prompts:
 
     @property
     def step_sizes(self) -> list[int]:
-        """Tokens of each step."""
         whole, rest = divmod(self.num_tokens, self.token_budget)
         return [self.token_budget] * whole + [rest] * (rest > 0)
 
@@ -110,15 +95,20 @@ class ExpertsCost:
         return self.num_chosen * self.parameters
 
     def read_by(self, num_tokens: int) -> float:
-        """The bytes of weights that a step of `num_tokens` tokens needs on average, if they choose
-        evenly."""
+        """Bytes of weights that a step of `num_tokens` tokens needs on average: of X experts of a
+        layer where a token chooses A evenly, X (1 - (1 - A / X)^T). Where tokens choose alike a
+        step reads less, and a share of the bound can exceed 100 %."""
         unchosen = (1 - self.num_chosen / self.num_experts) ** num_tokens
         return self.num_experts * (1 - unchosen) * self.num_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCost:
-    """A model's part of the bound.
+    """A model's part of the bound: the matrix products' weights once a step, the KV of the rows'
+    contexts, recurrent states, and the operations of products and attention (a multiplication and
+    its sum are two). Norms, biases, activations, recurrences and embedding rows, below one per
+    cent together, are not counted. In a mixture a step reads each distinct expert that its tokens
+    choose once: those that a run touched, where the kernels counted them, else as `read_by` says.
 
     Args:
         layer_parameters: of all layers' matrix products, without the experts'.
@@ -151,9 +141,8 @@ class ModelCost:
         *,
         kv_cache_dtype: KVCacheDType = "auto",
     ) -> Self:
-        """The cost of a shape that computes in `dtype`, with quantised weights and KV, or with
-        weights in the formats in which a checkpoint stores them.
-        """
+        """Of a shape that computes in `dtype`, with quantised weights and KV, or a checkpoint's
+        stored formats."""
         size = partial(
             stored_bytes, dtype=dtype, quantization=quantization, stored_format=stored_format
         )
@@ -177,8 +166,8 @@ class ModelCost:
         )
 
     def weight_bytes(self, num_tokens: int, touched_bytes: float | None = None) -> float:
-        """Of the weights that a step of `num_tokens` tokens reads; `touched_bytes`: of the experts
-        that it touched, if they were counted."""
+        """Of a step's weights; `touched_bytes`: of the experts that it touched, if they were
+        counted."""
         if touched_bytes is None:
             touched_bytes = self.experts.read_by(num_tokens) if self.experts else 0
         else:
@@ -191,8 +180,8 @@ class ModelCost:
         return self.layer_parameters + (self.experts.token_parameters if self.experts else 0)
 
     def decode_step(self, rows: int, context: float, touched_bytes: float | None = None) -> Cost:
-        """One token for each row; `context` is a row's average KV length, its own included.
-        `touched_bytes` as for `weight_bytes`."""
+        """One token for each row; `context`: average KV length with its own; `touched_bytes` as for
+        `weight_bytes`."""
         parameters = self.token_parameters + self.head_parameters
         return Cost(
             read_bytes=self.weight_bytes(rows, touched_bytes)

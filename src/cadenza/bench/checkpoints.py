@@ -1,11 +1,6 @@
-"""Checkpoints to measure with: random weights of a shape and a tokenizer, kept in the cache folder.
-
-Owns their names, their tokenizers and the reports of progress; the weights are `checkpoint`'s.
-Invariants: a folder in the cache is complete, because it is renamed into place when everything is
-written. Every token of a random tokenizer has a text of its own, and with at least 256 tokens any
-text can be encoded: the first tokens stand for single bytes, the others for made-up words that no
-text is encoded to.
-"""
+"""Random checkpoints of a shape, with a tokenizer, kept in the cache folder. Invariants: a cached
+folder is complete, as it is renamed into place at the end; each token of a random tokenizer has its
+own text, and with at least 256 tokens any text can be encoded (the first stand for bytes)."""
 
 import hashlib
 import json
@@ -44,7 +39,6 @@ class RandomWeights:
 
     @property
     def digest(self) -> str:
-        """Differs for every other shape, type or seed."""
         facts = json.dumps([asdict(self.shape.config), self.dtype, self.seed], sort_keys=True)
         return hashlib.sha256(facts.encode()).hexdigest()[:_DIGEST_DIGITS]
 
@@ -87,7 +81,6 @@ def cached_checkpoint(shape: str, cache: Path, report: OnStatus = lambda _: None
 
 
 def cached_folder(weights: RandomWeights, label: str, cache: Path) -> Path:
-    """The folder of a cached checkpoint, which may not exist yet."""
     name = Path(label).name.removesuffix(".json")
     return cache / "bench" / f"{name}-{weights.dtype}-{weights.digest}"
 
@@ -121,7 +114,6 @@ def _bytes_in(folder: Path) -> int:
 
 
 def write_random_tokenizer(path: Path, vocab_size: int) -> None:
-    """Writes a byte-level tokenizer.json of `vocab_size` tokens."""
     names = sorted(pre_tokenizers.ByteLevel.alphabet())[:vocab_size]
     names += [_SPACE + _word(number) for number in range(vocab_size - len(names))]
     vocab = {name: token_id for token_id, name in enumerate(names)}

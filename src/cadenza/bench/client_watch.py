@@ -1,9 +1,6 @@
-"""What a client adds to the latencies that it measures: processor time, and lateness of its loop.
-
-The event loop's selector is timed: between two of its calls the loop reads no socket, and a timer
-that ends it says how late the operating system wakes the client. Invariant: watching takes no task
-of its own and less than a microsecond a call.
-"""
+"""What a client adds to the latencies that it measures: processor time, and lateness of its loop,
+seen by timing the event loop's selector. Invariant: watching takes no task of its own and less than
+a microsecond a call."""
 
 import math
 import selectors
@@ -27,10 +24,8 @@ class WatchedTime:
 
 
 class WatchedSelector(selectors.DefaultSelector):
-    """The default selector, which notes how long the loop is away from it, and how late it wakes.
-
-    Give it to `asyncio.SelectorEventLoop`.
-    """
+    """The default selector, which notes how long the loop is away from it and how late it wakes;
+    for `asyncio.SelectorEventLoop`."""
 
     def __init__(
         self, clock: Clock = time.perf_counter, cpu_clock: Clock = time.process_time
@@ -57,11 +52,9 @@ class WatchedSelector(selectors.DefaultSelector):
         return events
 
     def read(self) -> WatchedTime:
-        """Since the last restart.
-
-        `lag_s` is what a chunk waits on average if it arrives at any time: the mean lateness of a
-        wake-up, and half of the square of each busy time over the whole time.
-        """
+        """Since the last restart. `lag_s`: what a chunk waits on average if it arrives at any time:
+        the mean lateness of a wake-up, and half of the square of each busy time over the whole
+        time."""
         now_s = self._clock()
         elapsed_s = max(now_s - self._start_s, 1e-9)
         busy_s = now_s - self._woken_s

@@ -1,9 +1,6 @@
-"""The prompts of a load on a server: drawn, or read from a file.
-
-Owns the data sets' forms. Knows no tokenizer: lengths of drawn texts are counted in words, of
-answers in a file in characters; what a prompt was counts by the server's usage. Invariants: the
-same settings give the same requests; prompts of a file are sent again only when all were sent.
-"""
+"""Prompts of a load: drawn, or read from a file. Knows no tokenizer: drawn texts are counted in
+words, a file's answers in characters. Invariants: the same settings give the same requests; prompts
+of a file are repeated only when all were sent."""
 
 import json
 import random

@@ -1,9 +1,6 @@
-"""This machine: what it is, and the rates it reaches.
-
-Owns the sizes and repetitions of the roofline's measurement. A rate is the best of its runs,
-because a bound is what the machine can do, not what it does on average. Invariant: the description
-holds neither the machine's name nor its user's.
-"""
+"""This machine: what it is, and the rates it reaches; each the best of its runs, because a bound is
+what the machine can do. Invariant: the description holds neither the machine's name nor its
+user's."""
 
 import os
 import platform
@@ -34,7 +31,6 @@ _MATRIX = 1024
 
 
 def describe_machine(instruments: Instruments | None) -> dict[str, object]:
-    """The JSON object `machine`; `isa` and `threads` are None without native kernels."""
     return {
         "cpu": cpu_name(),
         "architecture": platform.machine(),
@@ -73,10 +69,8 @@ def _version(package: str) -> str | None:
 
 
 class RooflineProbe:
-    """Measures read bandwidth and multiply peak for `dtype` with all threads.
-
-    It keeps its buffer, so that a few repeats take some ten milliseconds.
-    """
+    """Measures read bandwidth and multiply peak for `dtype` with all threads; keeps its buffer, so
+    that repeats are short."""
 
     def __init__(self, instruments: Instruments | None, dtype: ProductDType) -> None:
         self._instruments = instruments

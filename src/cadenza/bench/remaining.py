@@ -1,9 +1,6 @@
-"""How long the runs that are left of `bench throughput` will take, from those that have been made.
-
-Pure arithmetic. A decode step of R rows is taken to last as long as that of the nearest smaller
-number that was measured, and as long as a prompt's token for each further row. What the runs took
-in all, beside what this says of them, corrects it.
-"""
+"""How long the runs left of `bench throughput` will take, from those made: a decode step of R rows
+as the nearest smaller number measured, plus a prompt's token for each further row, corrected by
+what runs took in all."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,7 +21,6 @@ class RemainingTime:
     _said_s: float = 0.0
 
     def add(self, rows: int, took_s: float, *, decode_tok_s: float, prefill_tok_s: float) -> None:
-        """One repeat at so many rows, and the rates that it measured."""
         self._step_s[rows] = rows / decode_tok_s
         self._prompt_token_s = 1 / prefill_tok_s
         self._num_done += 1

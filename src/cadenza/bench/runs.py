@@ -1,20 +1,6 @@
-"""One timed run of an engine, `run_decode` or `run_prefill`, and the profile of its steps.
-
-Owns where the clock starts and stops. Knows `EngineCore` and nothing below it. Invariant: the
-engine is idle before and after a run, and a rate covers exactly the steps named here.
-
-Decode: all requests are submitted at once. The clock starts when the last of them has its first
-token and stops when that one has `output_len`, so each step in between gives each row one token and
-steps that compute prompts are left out. Rows that started sooner go on until then.
-
-Prefill: all prompts are submitted at once for one token each. The clock starts before the first
-step and stops when the last prompt's token has been read.
-
-Profile: every step is the same program, so a run from idle to idle (`calls_of_a_step`) shows how
-often a step calls each operation, in proportion to `next_token`, which it calls once. An operation
-takes, in a step of another run, its mean time for a call times those calls, so that steps which the
-run covers in part do not distort it.
-"""
+"""One timed run of an engine, `run_decode` or `run_prefill`, and the profile of its steps. Knows
+`EngineCore` and nothing below it. Invariant: the engine is idle before and after a run, and a rate
+covers exactly the steps that these functions name."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -84,7 +70,6 @@ class _Requests:
 
     @property
     def fewest_tokens(self) -> int:
-        """Of any request; 0 while one is not submitted yet."""
         return 0 if self._unsent else min(self._counts.values())
 
     @property
@@ -93,7 +78,6 @@ class _Requests:
 
     @property
     def has_finished(self) -> bool:
-        """Whether any request has ended."""
         return self._num_finished > 0
 
     @property
@@ -128,12 +112,8 @@ class _Requests:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeTask:
-    """The requests of a decode run.
-
-    Args:
-        max_tokens: of each request, enough for rows that start sooner than the last one.
-        num_sampled: how many rows are sampled as `SAMPLED` says; the others are greedy.
-    """
+    """The requests of a decode run: `max_tokens` of each, enough for rows that start sooner than
+    the last one; `num_sampled` rows are sampled as `SAMPLED` says, the others are greedy."""
 
     prompts: Sequence[Prompt]
     output_len: int
@@ -144,7 +124,9 @@ class DecodeTask:
 def run_decode(
     core: EngineCore, task: DecodeTask, clock: Clock, profiler: Profiler | None = None
 ) -> Timed:
-    """Times the steps in which every row decodes.
+    """Times the steps in which every row decodes: all requests are submitted at once; the clock
+    runs from the last one's first token to its `output_len`-th, and steps with prompts are left
+    out. Rows that started sooner go on until then.
 
     Raises:
         ConfigError: the engine did not keep all rows running at the same time.
@@ -181,7 +163,8 @@ def run_decode(
 def run_prefill(
     core: EngineCore, prompts: Sequence[Prompt], clock: Clock, profiler: Profiler | None = None
 ) -> Timed:
-    """Times all prompts; `num_tokens` counts their tokens. Raises RunnerError."""
+    """Submits all prompts at once for one token each; the clock runs from the first step until the
+    last prompt's token is read; `num_tokens` are the prompts'. Raises RunnerError."""
     requests = _Requests(core, prompts, 1)
     num_steps_before = core.num_steps
     start_s = _start(clock, profiler)
@@ -244,15 +227,16 @@ class StepProfile:
 
 
 def calls_of_a_step(ops: Sequence[OpTotals]) -> dict[str, int]:
-    """How often a step calls each operation, from the totals of complete steps."""
+    """How often a step calls each operation, from totals of complete steps, in proportion to
+    `next_token`, called once a step."""
     num_steps = next((op.num_calls for op in ops if op.name == STEP_OP), 0)
     return {op.name: op.num_calls // num_steps for op in ops if op.num_calls and num_steps}
 
 
 def touched_bytes(runs: Sequence[Timed]) -> float | None:
-    """Of the experts that an average step touched, and of what they multiplied, which is little
-    beside them; None if no run counted them. Each operation counts with the mean of its calls, as
-    the runs may cover steps in part."""
+    """Bytes of experts that an average step touched, and of what they multiplied, which is little;
+    None if no run counted them. Each operation counts with the mean of its calls, as runs may cover
+    steps in part."""
     totals = [op for run in runs for op in run.ops if op.num_calls]
     num_steps = sum(op.num_calls for op in totals if op.name == STEP_OP)
     num_bytes = 0.0
@@ -266,7 +250,8 @@ def touched_bytes(runs: Sequence[Timed]) -> float | None:
 
 
 def step_profile(timed: Timed, calls: Mapping[str, int]) -> StepProfile:
-    """The average step of a profiled run; `calls` from `calls_of_a_step`."""
+    """The average step: an operation's mean time for a call times the `calls` of a step, so that
+    steps which the run covers in part do not distort it."""
     shares = [_share(op, calls.get(op.name, 0)) for op in timed.ops if op.num_calls]
     return StepProfile(
         step_ms=1e3 * timed.elapsed_s / max(1, timed.num_steps),

@@ -1,9 +1,6 @@
-"""Loads a server that has the OpenAI API, and times its streamed answers.
-
-Owns the order of loads, and when each request is sent. Arrivals are scheduled and encoded before a
-load begins, and each is timed from when it is due. Invariant: requests of an open loop wait for no
-answer; those of a closed loop wait for that of their own client only.
-"""
+"""Loads a server that has the OpenAI API, and times its streamed answers from when each was due.
+Arrivals are scheduled and encoded before a load begins. Invariant: requests of an open loop wait
+for no answer; those of a closed loop only for that of their own client."""
 
 import asyncio
 import re
@@ -39,8 +36,8 @@ from cadenza.server_link import ServerLink
 Result = TypeVar("Result")
 
 KEPT_UP = 0.95
-"""A server keeps up with a rate when it answers this share of what arrives in the second half of
-the time in which requests arrive: before, the first answers are still to come."""
+"""The share of arrivals answered, in the second half of the time of arrivals, by a server that
+keeps up; before, the first answers are still to come."""
 GOOD_SHARE = 0.9
 """Or, with --goodput, when this share of them is good."""
 
@@ -66,11 +63,8 @@ class MeasuredLoad:
 
 
 def measure_serving(address: ServerAddress, options: LoadOptions, report: OnStatus) -> ServeFigures:
-    """Loads the server and waits for all answers.
-
-    Raises ServerError when the server cannot be reached, or lists no model; ConfigError when the
-    data set cannot be read.
-    """
+    """Waits for all answers. Raises ServerError when the server cannot be reached or lists no
+    model; ConfigError when the data set cannot be read."""
     source = options.source()
 
     async def measure(watch: WatchedSelector) -> ServeFigures:
@@ -137,7 +131,6 @@ class LoadedServer:
         await asyncio.gather(*map(self._client.complete, requests))
 
     async def measure(self, load: PlannedLoad, report: OnStatus) -> MeasuredLoad:
-        """Plays one load, with its probes beside it."""
         probes: list[Outcome] = []
         encoded = list(map(self._client.encode, load.requests))
         progress = _Progress(load, report)
@@ -263,11 +256,8 @@ def client_share(watched: WatchedTime, load: LoadFigures) -> ClientShare:
 
 
 def capacity_rps(loads: Sequence[MeasuredLoad]) -> float | None:
-    """The highest rate that the server kept up with; None where there was none.
-
-    That is, with --goodput, that enough requests were good; else that they were completed about as
-    fast as they came.
-    """
+    """The highest rate that the server kept up with (with --goodput, that enough requests were
+    good); None without one."""
     kept = [
         figures.arrivals.rate
         for each in loads
@@ -288,8 +278,6 @@ def _kept_up(load: MeasuredLoad) -> bool:
 
 
 class _Progress:
-    """Reports the progress of a load with each request that ends."""
-
     def __init__(self, load: PlannedLoad, report: OnStatus) -> None:
         how = "at a rate" if load.clients is None else f"from {load.clients} clients"
         self._of, self._report = f"{len(load.requests)} requests {how}", report

@@ -1,10 +1,6 @@
-"""A client of the OpenAI API that takes little from what it measures: one connection a stream.
-
-Owns the connections, HTTP, and the reading of streams. HTTP is parsed by httptools as bytes arrive,
-without streams, tasks or copies between. Invariants: a time is taken when a chunk's bytes have
-arrived, before they are parsed; a request whose stream ends without usage counts as failed; a
-connection carries one answer at a time.
-"""
+"""A light client of the OpenAI API: one connection a stream, parsed by httptools as bytes arrive.
+Invariants: a time is taken when a chunk's bytes have arrived, before they are parsed; a stream that
+ends without usage is a failed request; a connection carries one answer at a time."""
 
 import asyncio
 import time
@@ -121,11 +117,8 @@ class ServeClient:
     async def complete(
         self, request: PlannedRequest, encoded: bytes | None = None, due_s: float | None = None
     ) -> list[Outcome]:
-        """Sends the request, and of a conversation each turn after the answer before it.
-
-        Returns:
-            The outcome of each turn; a conversation ends with the first one that failed.
-        """
+        """Sends the request, and each turn of a conversation after the answer before it; a
+        conversation ends with the first failed turn."""
         outcomes: list[Outcome] = []
         messages = list(request.messages)
         for said in (None, *request.turns):
@@ -252,10 +245,8 @@ class _Connection(asyncio.Protocol):
     async def exchange(
         self, encoded: bytes, timeout_s: float
     ) -> tuple[list[tuple[bytes, float]], float]:
-        """The data of each event with the time of its arrival, and the time of `[DONE]`.
-
-        Raises _Failed, or TimeoutError when nothing has arrived for so long.
-        """
+        """Each event's data with the time of its arrival, and the time of `[DONE]`. Raises _Failed,
+        or TimeoutError when nothing has arrived for so long."""
         self._reset()
         self._answer = asyncio.get_running_loop().create_future()
         self._arrived_s = self._clock()

@@ -1,11 +1,6 @@
-"""The figures of a served load, from the times of its requests.
-
-Pure arithmetic. A request starts when it is due, or when it is sent where nothing sets a time: a
-client that is late, or waits for the server, shortens no latency. TTFT: start to first content.
-ITL: gaps between content chunks, all pooled. TPOT: (end - first content) / (output tokens - 1), one
-for each request. E2E: start to end. Tokens per second are the usage counts, never chunks, over the
-time from the first request to the end of the last answer.
-"""
+"""The figures of a served load, from the times of its requests. Pure arithmetic. A request starts
+when it is due, or when it is sent where nothing sets a time: a client that is late, or waits for
+the server, shortens no latency. `LoadFigures` defines the figures."""
 
 import math
 from collections import Counter
@@ -24,9 +19,7 @@ PERCENTILES = (50.0, 95.0, 99.0)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletedRequest:
     """A request whose stream ended well; `content_s` are the arrivals of its content chunks.
-
-    `num_content_tokens`: the tokens of each chunk, where the server was asked for their ids.
-    """
+    `num_content_tokens`: the tokens of each chunk, where the server was asked for their ids."""
 
     sent_s: float
     content_s: tuple[float, ...]
@@ -88,9 +81,7 @@ class Spread:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CpuTimes:
     """Processor time during a load; the server's is None where its metrics lack it.
-
-    `num_probe_tokens`: of the answers to probes, which took a part of it.
-    """
+    `num_probe_tokens`: of the answers to probes, which took a part of it."""
 
     client_s: float
     server_s: float | None
@@ -125,7 +116,7 @@ class LoadSetting:
     """How a load was made, and what is asked of its figures.
 
     Args:
-        percentiles: of each `Spread`, beside those that every one has.
+        percentiles: of each `Spread`, alongside those that every one has.
     """
 
     concurrency: int | None = None
@@ -136,7 +127,10 @@ class LoadSetting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadFigures:
-    """The measured load; `concurrency` is None for arrivals at a rate.
+    """The measured load; `concurrency`: None for arrivals at a rate. TTFT: start to first content.
+    ITL: gaps between content chunks, all pooled. TPOT: (end - first content) / (output tokens - 1),
+    one for each request. E2E: start to end. Tokens per second are the usage counts, never chunks,
+    over the time from the first request to the end of the last answer.
 
     Args:
         num_good: answers that keep the bounds of --goodput; None without it.
@@ -164,7 +158,6 @@ class LoadFigures:
 
     @property
     def loop(self) -> str:
-        """Whether a request waits for the answer before it (closed) or not (open)."""
         return "closed" if self.arrivals is None else "open"
 
     @property
@@ -282,7 +275,6 @@ def num_good(answers: Sequence[CompletedRequest], bounds: Goodput) -> int:
 
 
 def spread_of(values_s: Sequence[float], further: Sequence[float] = ()) -> Spread | None:
-    """None without values. Percentiles are interpolated between the two nearest values."""
     if not values_s:
         return None
     p50, p95, p99, *others = np.percentile(values_s, [*PERCENTILES, *further]).tolist()

@@ -1,9 +1,6 @@
-"""How `cadenza bench serve` and `compare` load a server: the flags and their bounds.
-
-Imports nothing heavy, because the command line's flags follow from these classes. Names are those
-of vLLM's `bench serve` where it has the same. Invariant: what cannot work is refused before
-anything is sent.
-"""
+"""How `cadenza bench serve` and `compare` load a server: flags (vLLM's names where it has them) and
+bounds. Imports nothing heavy, as flags follow from it. Invariant: what cannot work is refused
+before anything is sent."""
 
 import itertools
 import math
@@ -103,7 +100,6 @@ class ServerAddress:
 
     @property
     def link(self) -> ServerLink:
-        """A proxy would be measured too, so that none is asked."""
         key, file = self.api_key, self.cacert
         return ServerLink(url=self.url, api_key=key, cacert=file, is_direct=True)
 
@@ -316,7 +312,6 @@ class LoadOptions:
         return replace(drawn, num_turns=self.num_turns) if self.dataset == "multi-turn" else drawn
 
     def warm_ups(self, source: PromptSource) -> list[PlannedRequest]:
-        """Requests of the same kind that are in no load."""
         return source.take(self.num_warmups, 0)
 
     def loads(self, source: PromptSource, round_: int = 0) -> Iterator[PlannedLoad]:
@@ -346,7 +341,6 @@ class LoadOptions:
                 yield PlannedLoad(clients=clients, requests=tuple(source.take(size, next(parts))))
 
     def at_rate(self, arrivals: Arrivals, source: PromptSource, part: int) -> PlannedLoad:
-        """The load of an open loop."""
         size = self.num_requests or REQUESTS_AT_A_RATE
         rng = random.Random(f"bench serve arrivals {self.seed} {part}")  # noqa: S311 - no secret
         requests = zip(source.take(size, part), arrivals.times(size, rng), strict=True)

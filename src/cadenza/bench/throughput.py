@@ -1,8 +1,5 @@
 """Decode and prefill tokens per second through `EngineCore`, repeated, against their bounds.
-
-Owns the order of the runs, the engine's size, and the medians. Invariant: no two prompts of a
-benchmark are alike, so nothing is ever found in the prefix cache.
-"""
+Invariant: no two prompts of a benchmark are alike, so nothing is ever found in the prefix cache."""
 
 import random
 import statistics
@@ -53,12 +50,9 @@ class RatedRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rate:
-    """Every repeat of one kind of run, against the bound of its cost.
-
-    `cost` is that of `num_tokens` tokens. A run's bound uses the roofline measured around that run,
-    since a machine's memory bandwidth can change from one second to the next. What concerns the
-    bound is None where no roofline is known.
-    """
+    """Every repeat of one type of run; `cost` is that of `num_tokens` tokens. A run's bound uses
+    the roofline measured around it, since memory bandwidth changes; None where no roofline is
+    known."""
 
     runs: tuple[RatedRun, ...]
     cost: Cost | None
@@ -93,7 +87,6 @@ class Rate:
 
     @property
     def limit(self) -> Limit | None:
-        """Whether reading or multiplying sets the bound."""
         cost, rooflines = self.cost, self.rooflines
         return None if cost is None or not rooflines else cost.limit(Roofline.median_of(rooflines))
 
@@ -124,15 +117,13 @@ class ConcurrencyResult:
 
     @property
     def profiles(self) -> dict[str, StepProfile]:
-        """Of a decode and of a prefill step; empty without `--profile`."""
         rates = {"decode": self.decode, "prefill": self.prefill}
         return {kind: rate.profile for kind, rate in rates.items() if rate.profile is not None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Throughput:
-    """The results at all concurrencies, with the machine and the setting; no roofline where none is
-    known for the device."""
+    """Results at all concurrencies, with machine and setting; no roofline where none is known."""
 
     machine: dict[str, object]
     workload: dict[str, object]
@@ -143,10 +134,8 @@ class Throughput:
 def engine_config(
     config: EngineConfig, workload: Workload, default_token_budget: int, trained: int
 ) -> EngineConfig:
-    """`config` with enough rows for the workload and, unless it was given, a fitting context.
-
-    Raises ConfigError where a run fits neither that nor the `trained` positions of the model.
-    """
+    """`config` with enough rows and, unless given, a fitting context. Raises ConfigError where a
+    run fits neither that nor the model's `trained` positions."""
     budget = config.max_num_batched_tokens or default_token_budget
     filling = 2 * -(-budget // workload.input_len) + 1  # a step's prompts, and the next one's
     rows = max(config.max_num_seqs or 1, workload.most_rows, min(filling, budget))
@@ -229,15 +218,12 @@ def measure_throughput(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Bound:
-    """A model's cost, and what measures the machine's rates for it."""
-
     cost: ModelCost
     probe: RooflineProbe
 
 
 def _bound_of(loaded: LoadedModel, instruments: Instruments | None) -> _Bound | None:
-    """None unless the rates of what the model runs on are measured: of the processor, or of tensor
-    cores and a card's memory."""
+    """None unless rates are measured: of the processor, or of a card's tensor cores and memory."""
     plan, checkpoint = loaded.plan, loaded.checkpoint
     _, _, device = plan.traits.name.partition(":")
     dtype: ProductDType = "int8" if plan.is_quantised else plan.dtype
@@ -272,7 +258,6 @@ class _Runs:
     expert_counter: Instruments | None
 
     def measure(self, rows: int, report: OnStatus) -> ConcurrencyResult:
-        """Warm-up runs, then the repeats."""
         workload, budget = self.workload, self.core.limits.max_num_batched_tokens
         where = "1 row" if rows == 1 else f"{rows} rows"
         report(f"{where}: warming up{self._left_text()}")

@@ -1,7 +1,5 @@
 """`Workload`: what `cadenza bench throughput` plays; requests and bounds that benchmarks share.
-
-Imports nothing heavy, because the command line's flags follow from this class.
-"""
+Imports nothing heavy, because the command line's flags follow from this class."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -52,10 +50,8 @@ def check_repeats(repeats: int) -> None:
 
 
 def fitting_context(needed: int, asked: int | None, trained: int) -> int:
-    """`--max-model-len` for requests of `needed` tokens, which is what was asked for if anything.
-
-    Raises ConfigError where they do not fit it, or the `trained` positions of the model.
-    """
+    """`--max-model-len` for requests of `needed` tokens, or what was asked for. Raises ConfigError
+    where they fit neither that nor the model's `trained` positions."""
     if asked is not None and asked < needed:
         raise ConfigError(
             f"--max-model-len {asked} is below the {needed} tokens that the runs take; raise it, "
@@ -109,10 +105,8 @@ class Workload:
         return max(rows, -(-PREFILL_STEPS * token_budget // self.input_len))
 
     def most_tokens(self, rows: int, token_budget: int) -> int:
-        """Output tokens of the row that starts first, until the last one has its output.
-
-        While a prompt is computed, at most `rows` - 1 rows decode beside it.
-        """
+        """Output tokens of the row that starts first, until the last has its output: while a prompt
+        is computed, at most `rows` - 1 rows decode."""
         for_prompts = max(1, token_budget - rows + 1)
         return self.output_len + -(-rows * self.input_len // for_prompts) + 2
 

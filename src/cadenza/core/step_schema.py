@@ -1,17 +1,12 @@
-"""The step schema: declares every array that a step sends to the device.
+"""The step schema: every array that a step sends to the device, declared once. The uploaded buffer,
+the host's views, the device's arrays and the per-row settings follow from the declarations.
+Invariants: every entry is a 32-bit word; padding is identified by counts and by -1 in
+`TokenInputs.slots` and `LogitInputs.token_indices`, never by a token id."""
 
-A field is declared in the group of its axis, with its dtype and padding value. The uploaded buffer,
-the host's views of it, the device's arrays and, for sampling settings, the per-row values kept
-between steps are all derived from the declaration.
-
-Legend: T tokens of the step padded to its bucket · R rows = `max_num_seqs` · L logit rows =
-R + `NUM_EXTRA_LOGIT_ROWS` · U changed page-table entries · C copied pages · W words of a rule
-record, of which the device has L: one for each row, then those of drafts' masks.
-
-Uses no array library but numpy: groups are generic, so that a backend can use them for its own
-arrays. Invariants: every entry is a 32-bit word; padding is identified by counts and by -1 in
-`TokenInputs.slots` and `LogitInputs.token_indices`, never by a token id.
-"""
+# T tokens of the step padded to its bucket · R rows = `max_num_seqs` · L logit rows =
+# R + `NUM_EXTRA_LOGIT_ROWS` · U changed page-table entries · C copied pages · W words of a rule
+# record, of which the device has L: one for each row, then those of drafts' masks.
+# Groups are generic, so that a backend can use them for arrays of its own library.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields

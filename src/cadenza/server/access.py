@@ -1,8 +1,7 @@
-"""API keys (`ApiKeys`), origins of pages (`Cors`, the Fetch standard 3.3) and the server's names
-(`Hosts`). Invariants: a request without a valid key has no tenant, unless no key was configured;
-only digests of keys are kept, and compared in constant time; an origin that is not allowed gets no
-`Access-Control-*` header.
-"""
+"""API keys (`ApiKeys`), origins of pages (`Cors`, the Fetch standard 3.3), the server's names
+(`Hosts`). Invariants: without a valid key a request has no tenant, unless no key was configured;
+only digests of keys are kept, compared in constant time; a disallowed origin gets no
+`Access-Control-*`."""
 
 import hmac
 import re
@@ -69,8 +68,7 @@ class ApiKeys:
         return not self._tenant_of
 
     def tenant_of(self, authorization: bytes | None, api_key: bytes | None = None) -> str | None:
-        """The tenant of an `Authorization` header, or of an `x-api-key` header, if that one has no
-        valid key; None without a valid key in either."""
+        """From `Authorization`, else `x-api-key`; None without a valid key in either."""
         if self.is_open:
             return ""
         matched = _BEARER.fullmatch(authorization or b"")
@@ -138,10 +136,8 @@ class Cors:
 
     def preflight_headers(self, headers: RawHeaders) -> Headers | None:
         """The further headers of the answer to an OPTIONS request; None where it is no preflight of
-        an allowed origin. A browser sends no key with a preflight, so none is required.
-
-        Raises ApiError (400) where a requested header has no valid name.
-        """
+        an allowed origin. A browser sends no key with a preflight, so none is required. Raises
+        ApiError (400) where a requested header has no valid name."""
         is_preflight = bool(_values(headers, b"access-control-request-method"))
         if not is_preflight or self._allowed_origin(headers) is None:
             return None
@@ -181,8 +177,8 @@ class Hosts:
 
     @staticmethod
     def of_loopback(host: str, names: Iterable[str]) -> "Hosts":
-        """Those of a server without a key at `host`; only where that is a loopback address are
-        they restricted, to this machine's names and `names`."""
+        """Only where `host` is a loopback address are names restricted, to this machine's and
+        `names`."""
         is_loopback = host.lower() == "localhost" or _is_loopback(host)
         return Hosts((host, socket.gethostname(), *names)) if is_loopback else Hosts()
 
@@ -228,8 +224,7 @@ def _normal(origin: str) -> str:
 
 
 def _requested_names(headers: RawHeaders) -> list[str]:
-    """The headers that a page asks to send. Their number and length are within the bounds of the
-    head."""
+    """The headers that a page asks to send, bounded by the head's bounds."""
     listed = b",".join(_values(headers, b"access-control-request-headers")).split(b",")
     names = [name for name in (name.strip(b" \t") for name in listed) if name]
     for name in names:

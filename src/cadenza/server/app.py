@@ -1,7 +1,6 @@
 """The ASGI application: what is checked before a handler, routing, and errors as answers. It
 decides by `scope["path"]` alone, never by a URL; a Host header can only have a request refused.
-Invariant: a path that is not declared open needs a key, even to be answered with 404.
-"""
+Invariant: a path that is not declared open needs a key, even to be answered with 404."""
 
 from starlette.routing import compile_path
 from starlette.types import Receive, Scope, Send
@@ -39,7 +38,7 @@ MAX_SHOWN_PATH = 256
 PROBE_PATHS = ("/live", "/ready", "/health", "/ping")
 _AT_METRICS_PORT = f"at this port there are {METRICS_PATH} and the probes only"
 _BODY_PATHS = frozenset(route.path for route in ROUTES if route.body is not None)
-"""Paths whose requests may take long; they are refused while connections are scarce."""
+"""Paths of long requests, refused while connections are scarce."""
 
 _REQUEST_ID = String(min_chars=1, max_chars=128, is_identifier=True)
 

@@ -1,7 +1,6 @@
 """The connections that a server accepts: `Connections`, `Acceptor`. Invariants: accepted
 connections stay below the limit of open files by a reserve; while any connection is idle a new one
-is accepted, and the one that has been idle longest is closed for it.
-"""
+is accepted, and the one that has been idle longest is closed for it."""
 
 import asyncio
 import logging
@@ -51,7 +50,6 @@ class Connections:
         self._counts = counts
         self._clock = clock
         self.is_winding_down = False
-        """Each connection is closed after its next answer."""
         self._idle: OrderedDict[object, Callable[[], object]] = OrderedDict()
         self._idle_since_s = clock()
         self._busy: set[object] = set()
@@ -84,18 +82,15 @@ class Connections:
         self.mark_idle(connection, close)
 
     def mark_idle(self, connection: object, close: Callable[[], object]) -> None:
-        """Marks it as idle; `close` closes it at once."""
         self._busy.discard(connection)
         self._idle[connection] = close
         self._idle_since_s = self._clock()
 
     def mark_busy(self, connection: object) -> None:
-        """Marks it as having a request in progress."""
         self._idle.pop(connection, None)
         self._busy.add(connection)
 
     def remove(self, connection: object) -> None:
-        """Removes a closed one."""
         self._idle.pop(connection, None)
         self._busy.discard(connection)
 

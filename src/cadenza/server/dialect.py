@@ -1,7 +1,6 @@
-"""`Dialect`: whose API a path belongs to; the shapes of its errors, the type of its streams and the
-headers that name a request. Invariant: an error has the same meaning in each dialect; only its
-shape differs, and 503, which is 529 in Anthropic's.
-"""
+"""`Dialect`: the API that a path belongs to: the shapes of its errors, its streams' type, the
+headers that name a request. Invariant: an error means the same in each dialect; only its shape
+differs, and 503, which is 529 in Anthropic's."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -1,8 +1,6 @@
-"""The server's error answers: `ApiError`, and the kinds of them, which are rows of a table where
-their message is fixed but for some values. Invariant: a message depends on the error's kind only;
-it holds no path, and no exception's text except that of errors written for clients
-(`InvalidRequestError`).
-"""
+"""Error answers: `ApiError`; kinds with fixed messages are rows of a table. Invariant: a message
+depends on the error's kind only; it holds no path, and no exception's text except that of errors
+for clients (`InvalidRequestError`)."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -88,7 +86,6 @@ class ApiError(Exception):
         """The words of Anthropic's API, which its clients match; they precede the message there."""
 
     def body(self) -> bytes:
-        """The JSON of the answer, or of a stream's error frame."""
         return msgspec.json.encode(self.as_object())
 
     def as_object(self) -> dict[str, Any]:
@@ -142,8 +139,8 @@ def beyond_context(field: str, length: str, max_model_len: int) -> ApiError:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One kind of error, which makes it when called; `message` and the headers' values are formats
-    of the arguments."""
+    """A kind of error, which makes it when called; `message` and header values are formats of the
+    arguments."""
 
     status: int
     code: str
@@ -380,7 +377,6 @@ def none_allowed(fields: Sequence[str], param_of: ParamOf = same_param) -> ApiEr
 def error_of_end(
     failed: CompletionOutput, monitor: ServedEngine, param_of: ParamOf = same_param
 ) -> ApiError:
-    """The answer to a request that was accepted and then failed; arguments as of `error_of`."""
     match failed.error_kind:
         case "queue_timeout":
             return queue_timeout(queue_s=monitor.timeouts.queue_s, total_s=monitor.timeouts.total_s)

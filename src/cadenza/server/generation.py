@@ -1,8 +1,7 @@
-"""The handler of every endpoint that calls the engine: read, admit, prepare, submit, answer. A
-token's way: `OpenCall.next_updates`, `RequestRecord.take` (counts, times), `StreamEncoder.take`,
-`Exchange.stream`. Invariant: however a request ends, its record ends once, its stream ends with the
-encoder's last events, and nothing of it is left in the engine.
-"""
+"""The handler of endpoints that call the engine: read, admit, prepare, submit, answer. A token's
+way: `OpenCall.next_updates`, `RequestRecord.take` (counts, times), `StreamEncoder.take`,
+`Exchange.stream`. Invariant: a request's record ends once, its stream with the encoder's last
+events, and the engine keeps nothing."""
 
 import asyncio
 import logging
@@ -37,8 +36,7 @@ from cadenza.server.tenants import TenantUse
 logger = logging.getLogger("cadenza.server")
 
 INLINE_BYTES = 16 << 10
-"""Larger bodies are decoded on a thread, where all prompts are tokenised, instead of on the event
-loop."""
+"""Larger bodies are decoded on a thread, as all prompts are tokenised, not on the event loop."""
 
 MAX_INLINE_OUTPUTS = 16
 """Answers to more prompts are encoded on a thread."""
@@ -49,8 +47,7 @@ SPEC_PREFILL = "x-cadenza-spec-prefill"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ticket:
-    """A call that is admitted: of which model, for whom, and on which terms; `head` is that of its
-    answer."""
+    """An admitted call: its model, tenant and terms; `head` is its answer's."""
 
     call: CallRequest
     model: ServedModel
@@ -60,7 +57,6 @@ class Ticket:
     head: AnswerHead
 
     def error_of_end(self, failed: CompletionOutput) -> ApiError:
-        """The answer to a request that was accepted and then failed, from the sample that did."""
         return error_of_end(failed, self.model.engine, self.call.param_of)
 
 
@@ -292,8 +288,8 @@ class Generation:
     async def _checked(
         self, request: OutputProcessor, outputs: Sequence[CompletionOutput]
     ) -> Sequence[CompletionOutput]:
-        """Outputs that end with a form whose grammar does not hold all of it are checked, on a
-        thread."""
+        """Checks outputs at their end, on a thread, where the grammar does not hold all of the
+        response format."""
         if request.answer_schema is None or all(each.finish_reason is None for each in outputs):
             return outputs
         return await self._service.work.do(
@@ -310,7 +306,7 @@ class OneAtATime:
         self._is_busy = False
 
     async def __call__(self, exchange: Exchange) -> None:
-        """Raises ApiError (429) beside what the handler does."""
+        """Raises ApiError (429) besides what the handler does."""
         if self._is_busy:
             raise queue_full(message=self._busy)
         self._is_busy = True
@@ -333,10 +329,8 @@ def kept_headers(usage: Usage) -> Headers:
 
 
 def _salt(tenant: str, cache_salt: str) -> str:
-    """Tenants and salts share no cached prefix: no call can bring about another tenant's salt.
-
-    It is the same after a restart, as are pages that were stored.
-    """
+    """Tenants and salts share no cached prefix: no call can bring about another tenant's salt. It
+    is the same after a restart, as are pages that were stored."""
     if not tenant and not cache_salt:
         return ""
     return blake2b(f"{tenant}\0{cache_salt}".encode(), digest_size=16).hexdigest()

@@ -1,13 +1,7 @@
-"""Handing an address over from a server process to its successor, without refusing a connection.
-
-Owns the control socket, over which a server (the predecessor) offers its listening socket to a
-process of the same user (the successor), and the order of their messages.
-The control socket is an abstract Unix socket, named after the address, which the kernel
-removes with the last process that has it open; it is passed on together with the listening socket,
-so that a server can be found at any time. Invariants: until the successor commits nothing changes
-for the predecessor; at any time at most one of them accepts, and connections that come between wait
-in the kernel's queue; a process of another user gets no socket.
-"""
+"""Hands an address to a successor process without refusing a connection, over an abstract Unix
+control socket named after the address (the kernel removes it; it is handed over too). Invariants:
+until the successor commits nothing changes; at most one accepts, and connections wait in the
+kernel's queue; another user's process gets no socket."""
 
 import asyncio
 import contextlib
@@ -41,8 +35,8 @@ MAX_MESSAGE_BYTES = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSockets:
-    """Where a server listens; `control` is None where it cannot be taken over from. `metrics` is
-    not handed over: a successor opens its own when this one is closed."""
+    """`control`: None where it cannot be taken over from. `metrics` is not handed over: a successor
+    opens its own later."""
 
     bound: socket.socket
     control: socket.socket | None = None
@@ -133,7 +127,6 @@ class GoneError(Exception):
 
 
 def user_of(connection: socket.socket) -> int:
-    """The user id of the process at the other end (SO_PEERCRED)."""
     size = struct.calcsize("3i")
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
     _, user_id, _ = struct.unpack("3i", credentials)
@@ -208,9 +201,8 @@ async def hand_over(
     resume: Callable[[], None],
     exchange: ExchangeOptions | None = None,
 ) -> int:
-    """Offers the sockets until a successor has taken them; its process id. Processes that ask at
-    the same time are answered one after the other. `pause` and `resume` accepting connections.
-    """
+    """Offers the sockets until a successor has taken them; returns its process id. Askers are
+    answered in turn. `pause` and `resume` accepting."""
     assert sockets.control is not None, "a server without a control socket offers nothing"
     exchange = exchange or ExchangeOptions()
     sockets.control.setblocking(False)
@@ -232,10 +224,7 @@ async def hand_over(
 
 
 async def _accept(control: socket.socket) -> socket.socket:
-    """The next connection. (`loop.sock_accept` loses one if it is cancelled just after accepting.)
-
-    Raises OSError.
-    """
+    """(`loop.sock_accept` loses a connection if cancelled just after accepting.) Raises OSError."""
     loop = asyncio.get_running_loop()
     is_readable = asyncio.Event()
     loop.add_reader(control, is_readable.set)
@@ -257,10 +246,8 @@ async def _exchange(
     exchange: ExchangeOptions,
     accepting: tuple[Callable[[], None], Callable[[], None]],
 ) -> int | None:
-    """The exchange with one process; its id if it has taken over.
-
-    Raises GoneError, OSError, msgspec.MsgspecError.
-    """
+    """With one process; its id if it has taken over. Raises GoneError, OSError,
+    msgspec.MsgspecError."""
     if user_of(connection) != exchange.user_id:
         logger.warning("a process of user %d may not take over", user_of(connection))
         return None
@@ -291,10 +278,8 @@ async def _exchange(
 
 
 def find_predecessor(address: Address, exchange: ExchangeOptions | None = None) -> Offer | None:
-    """The server that can be taken over from at `address`; None where there is none.
-
-    Raises ConfigError where it cannot be taken over from, by this process or in this way.
-    """
+    """None where there is none. Raises ConfigError where it cannot be taken over from, by this
+    process or in this way."""
     if not is_supported():
         raise ConfigError(
             "--handover needs Linux; stop the other server and start this one without --handover"
@@ -318,11 +303,8 @@ def taken_over(
     exchange: ExchangeOptions | None = None,
     wait: Callable[[float], None] = time.sleep,
 ) -> Generator[ServerSockets]:
-    """The sockets of the server at `address`, which accepts no more from now on. Where it has ended
-    since it was found: sockets of this process's own.
-
-    Raises ConfigError; then the other server goes on as before.
-    """
+    """The sockets of the server at `address`, which stops accepting; if it has ended, this
+    process's own. Raises ConfigError; then the other server continues as before."""
     exchange = exchange or ExchangeOptions()
     num_left = int(exchange.exchange_s / RETRY_S)
     with contextlib.ExitStack() as stack:

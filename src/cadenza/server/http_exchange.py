@@ -1,7 +1,6 @@
-"""One HTTP request and its answer: `Exchange`, over ASGI: a bounded body, one answer or a stream,
-and the client's disconnecting. Invariant: a body is never held beyond its bound and the budget of
-all bodies, and work for a client that disconnected is cancelled.
-"""
+"""`Exchange`: one HTTP request over ASGI: a bounded body, one answer or a stream, and disconnects.
+Invariant: a body never exceeds its bound and the budget of all bodies; work for a client that
+disconnected is cancelled."""
 
 import asyncio
 import re
@@ -36,16 +35,15 @@ NO_CONTENT = 204
 NOT_MODIFIED = 304
 JSON_TYPE = "application/json"
 UNLABELLED_TYPES = ("", "application/x-www-form-urlencoded", "text/plain")
-"""The content types of a client that sets none: no header, or its HTTP library's default. A browser
-sends each of them to any server without asking it, but never without the page's origin."""
+"""Of clients that set none, or their library's default. Browsers send these unasked, but with the
+page's origin."""
 _HOST = re.compile(r"[A-Za-z0-9._:\[\]-]{1,255}")
 """A Host header that is an address and nothing more."""
 STREAM_HEADERS: Headers = (("cache-control", "no-cache"), ("x-accel-buffering", "no"))
 
 
 SLICE_BYTES = 64 << 10
-"""Answers are sent in slices of this size: a client is dropped only where it reads less than one
-within `write_stall_s`."""
+"""Of answers: a client is dropped only if it reads less than one within `write_stall_s`."""
 
 
 class ClientDisconnected(Exception):
@@ -113,10 +111,8 @@ class Exchange:
 
     @asynccontextmanager
     async def body(self) -> AsyncGenerator[bytes]:
-        """The JSON body's bytes; they count against the budget until the context is left.
-
-        Raises ApiError (400, 413, 415, 429).
-        """
+        """Counts against the budget until the context is left. Raises ApiError (400, 413, 415,
+        429)."""
         if not self._is_json():
             raise unsupported_media_type()
         self._check_codings()
@@ -248,7 +244,6 @@ Handler = Callable[[Exchange], Awaitable[None]]
 
 
 async def send_object(exchange: Exchange, value: object) -> None:
-    """Answers with the JSON of a value."""
     await exchange.answer(Response(body=msgspec.json.encode(value)))
 
 

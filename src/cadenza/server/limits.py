@@ -1,8 +1,7 @@
 """The server's limits, and what works within them: bytes of bodies (`BodyBudget`), threads for text
 (`TextWork`), images of calls (`CallImages`). Invariants: a short prompt never waits for a long
-text, nor any prompt for /tokenize, an encoded answer or a checked form, which may take seconds;
-fetched bytes count as bodies do; work that was cancelled before it began is not done.
-"""
+text, nor a prompt for /tokenize, an encoded answer or a checked format; fetched bytes count as
+bodies; cancelled work does not begin."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Generator, Sequence
@@ -95,8 +94,8 @@ class BodyBudget:
 
     @contextmanager
     def holding(self) -> Generator[Callable[[int], bool]]:
-        """For one body, from its first byte until it has been decoded. Yields the function that
-        adds to its bytes; it returns False, and adds nothing, where the budget is used up."""
+        """For one body until it has been decoded; yields a function that adds to its bytes, or
+        returns False where the budget is used up."""
         num_held = 0
 
         def try_add(num_bytes: int) -> bool:
@@ -125,10 +124,8 @@ class TextWork:
         }
 
     async def do(self, purpose: Purpose, num_body_bytes: int, work: Callable[[], Result]) -> Result:
-        """Runs `work` in the lane for bodies of this size.
-
-        Raises what it raises; ApiError (503) where `close` comes before its turn.
-        """
+        """In the lane for this size. Raises what `work` does; ApiError (503) if `close` comes
+        before its turn."""
         if self._is_closed:
             raise unavailable("draining")
         doing = self._lanes[purpose, num_body_bytes > LONG_BYTES].submit(work)
@@ -163,10 +160,8 @@ class CallImages:
         self._opener = ImageOpener(fetcher, self.pool)
 
     async def with_files(self, make: Callable[[], Awaitable[Result]]) -> Result:
-        """What `make` does; it is called again with the files of images that it lacked.
-
-        Raises ApiError (429), and what `make` raises.
-        """
+        """Calls `make` again with the image files that it lacked. Raises ApiError (429), and what
+        `make` raises."""
         try:
             return await make()
         except ImagesToFetch as lacking:
@@ -187,5 +182,4 @@ class CallImages:
                 await self._opener.open(images, processor, lambda _: True)
 
     async def close(self) -> None:
-        """Ends the processes."""
         await asyncio.to_thread(self._opener.close)

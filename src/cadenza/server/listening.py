@@ -1,7 +1,6 @@
-"""Where a server listens: `Address`, `listening`. Invariants: of two servers started on one address
-exactly one gets it; the path of a Unix socket is removed only by the server that made it, and taken
-over only where no server listens on it any more.
-"""
+"""`Address`, `listening`. Invariants: of two servers started on one address exactly one gets it; a
+Unix socket's path is removed only by its maker, and taken over only where no server listens on
+it."""
 
 import contextlib
 import errno
@@ -36,8 +35,8 @@ _REASONS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
-    """Where to listen: a host and port, or a Unix socket with its permissions; and with which
-    certificate. `metrics_port` is a further one, of the host, for the metrics alone."""
+    """A host and port, or a Unix socket and its permissions; a certificate; `metrics_port`: a
+    further port for the metrics alone."""
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -52,7 +51,6 @@ class Address:
         return self.ssl_certfile is not None
 
     def url(self, bound: socket.socket) -> str:
-        """The URL for clients."""
         if self.uds is not None:
             return f"unix:{self.uds}"
         host = f"[{self.host}]" if ":" in self.host else self.host
@@ -73,10 +71,8 @@ def listening_for_metrics(
     patience_s: float = 0.0,
     wait: Callable[[float], None] = time.sleep,
 ) -> Generator[socket.socket | None]:
-    """A listening socket at the metrics' port; None without one. Raises ConfigError.
-
-    `patience_s`: for how long somebody else, who is about to end, may have the port.
-    """
+    """None without a metrics port. `patience_s`: how long another, ending process may have it.
+    Raises ConfigError."""
     if address.metrics_port is None:
         yield None
         return
@@ -203,9 +199,8 @@ def _open_path(path: Path, mode: int) -> socket.socket:
 
 @contextlib.contextmanager
 def _held(folder: Path) -> Generator[None]:
-    """Locks a folder while a server checks its sockets and makes its own: between binding and
-    listening a socket looks like one that was left behind.
-    """
+    """While a server checks sockets and makes its own: between bind and listen one looks
+    abandoned."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -215,7 +210,7 @@ def _held(folder: Path) -> Generator[None]:
 
 
 def _clear(path: Path) -> None:
-    """Removes a socket left behind. Raises ConfigError where the path is no socket."""
+    """Removes an abandoned socket. Raises ConfigError where the path is no socket."""
     if path.exists() and not path.is_socket():
         raise ConfigError(
             f"--uds {path}: something that is no socket is there; choose another path"

@@ -1,8 +1,6 @@
-"""The server's log: lines as text or JSON, in a bounded queue, written by a thread. Invariants:
-text that a client sent cannot begin a new line; logging and printing never wait for the reader of
-stderr; every line is written whole and in order, or counted as dropped, and the count is written as
-a line as soon as writing works again.
-"""
+"""The log: lines as text or JSON in a bounded queue, written by a thread. Invariants: a client's
+text cannot begin a line; logging and printing never wait for stderr's reader; a line is written
+whole and in order, or counted as dropped, and the count is written once writing works."""
 
 import atexit
 import io
@@ -122,8 +120,7 @@ class LogQueue:
 
 
 class QueuedText(io.TextIOBase):
-    """A stream of lines into a queue, in place of `stream`: for the log, and as `sys.stderr`, so
-    that printing does not block either."""
+    """Lines into a queue, in place of `stream`: for the log, and as `sys.stderr`."""
 
     def __init__(self, queue: LogQueue, stream: TextIO) -> None:
         super().__init__()
@@ -194,9 +191,8 @@ class JsonLines(logging.Formatter):
 
 
 def set_up_logging(format: LogFormat, level: int = logging.INFO) -> LogQueue:
-    """Sends Cadenza's log records from `level` on to stderr, as lines of one format. Until the
-    process exits neither logging nor printing to `sys.stderr` waits for the reader.
-    """
+    """Sends log records from `level` on to stderr in one format; neither logging nor printing waits
+    for its reader."""
     formatter = JsonLines() if format == "json" else TextLines()
     stream: TextIO | None = sys.stderr
     if stream is None:  # the command was started with the descriptor closed

@@ -1,7 +1,5 @@
-"""`/metrics`: the counts of the server and its engine, in Prometheus's format; every family as
-`vllm:…`, which dashboards and autoscalers know, and as `cadenza:…`. Invariant: labels have a fixed
-set of values, so that no client can add a series.
-"""
+"""`/metrics` in Prometheus's format; every family as `vllm:…`, which dashboards know, and as
+`cadenza:…`. Invariant: labels have a fixed set of values, so that no client can add a series."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -82,7 +80,6 @@ class ServedCounts:
         self.num_skipped_tokens = 0
 
     def count_use(self, use: PromptUse) -> None:
-        """Counts a prompt for which sparse prefill was asked for."""
         self.prompt_uses[use.whole_because or THINNED] += 1
         if use.whole_because is None:
             self.num_kept_tokens += use.num_kept_tokens

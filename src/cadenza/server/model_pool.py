@@ -1,8 +1,6 @@
-"""`ModelPool`: which model a name means, the calls that wait for one, and the tasks that load and
-unload; `ModelTurns` decides. On one event loop. Invariants: a call has its model loaded from its
-admission to its end; every wait is bounded in number, bytes and time; a model that cannot be loaded
-refuses its own calls only.
-"""
+"""`ModelPool`: the model that a name means, calls waiting for one, and load and unload tasks, as
+`ModelTurns` decides. On one event loop. Invariants: a call's model is loaded from admission to end;
+every wait is bounded in number, bytes and time; a failed load refuses its model's calls only."""
 
 import asyncio
 import logging
@@ -30,8 +28,7 @@ from cadenza.tenant import Tenant
 logger = logging.getLogger(__name__)
 
 RETRY_S, MAX_RETRY_S = 30.0, 3600.0
-"""After a load that failed; twice as long after each further one. Each attempt may unload another
-model."""
+"""After a failed load; doubles each time. Each attempt may unload another model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +87,6 @@ class ModelPool:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The listed names of all models."""
         return tuple(name for each in self.models for name in each.names.listed)
 
     @property
@@ -132,8 +128,7 @@ class ModelPool:
         return since_s + self._options.idle_unload_s - self._clock()
 
     def status(self) -> EngineStatus:
-        """Of the server as a whole. It is ready where a model is, or can be loaded when a request
-        asks for it; models that are loaded and not ready make it as they are."""
+        """Ready where a model is, or can be loaded on request; otherwise as the loaded ones."""
         if not self._switches:
             return self.first.engine.status()
         found = [each.engine.status() for each in self.models if each.turn.is_loaded]
@@ -145,10 +140,8 @@ class ModelPool:
         return EngineStatus(state="ready")
 
     def check_open(self) -> int:
-        """The most requests that may be open at the same time.
-
-        Raises ApiError (429, 503) where a call is refused whichever model it is for.
-        """
+        """Returns the most open requests. Raises ApiError (429, 503) where a call to any model is
+        refused."""
         self.first.check_accepting()
         if not self._switches:
             limits = self.first.check_ready().limits
@@ -159,14 +152,12 @@ class ModelPool:
         return places + self._options.max_waiting
 
     def check_turn(self, tenant: Tenant) -> None:
-        """Raises ApiError (429) where any call of the tenant would start too late, whatever it asks
-        for."""
+        """Raises ApiError (429) where any call of the tenant would start too late."""
         check = None if self._switches else self.first.request_check
         if check is not None and not check.has_priorities:
             self.first.check_turn(tenant, 0)
 
     def start(self) -> None:
-        """Binds to the running event loop, and begins to load the first model."""
         if not self._switches:
             self.first.start()
             return
@@ -178,8 +169,8 @@ class ModelPool:
         await asyncio.to_thread(self.first.engine.wait_ready, MAX_LOAD_S)
 
     def call_at_death(self, on_death: Callable[[CadenzaError], object]) -> None:
-        """Has `on_death` called, on some thread, when the only model's engine is given up. Where
-        models are loaded when they are asked for, a load may follow instead."""
+        """`on_death` runs on some thread when the only model's engine is given up, if no load may
+        follow."""
         if not self._switches:
             self.first.engine.call_at_death(on_death)
 
@@ -189,7 +180,6 @@ class ModelPool:
             model.is_refusing = True
 
     async def stop(self) -> None:
-        """Ends the open calls, each with an error, and all engines."""
         self._is_closed = True
         self.drain()
         if self._timer is not None:
@@ -202,11 +192,8 @@ class ModelPool:
 
     @asynccontextmanager
     async def using(self, model: ServedModel, num_bytes: int) -> AsyncGenerator[None]:
-        """Has the model loaded until the block ends; waits until it is, of `num_bytes` meanwhile.
-
-        Raises ApiError: 503 where the model cannot be loaded, or too many calls wait for it; 504
-        after the queue's timeout.
-        """
+        """Keeps the model loaded in the block, after waiting. Raises ApiError: 503 if it cannot be
+        loaded or too many wait, 504 after the queue's timeout."""
         if self._switches:
             await self._enter(model, num_bytes)
         else:

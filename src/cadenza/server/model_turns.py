@@ -1,20 +1,7 @@
-"""`ModelTurns`: which of a server's models are loaded, and which one makes room for another.
-
-A state machine without a clock, an engine or an event loop: the time is passed in, and what is to
-be done comes back as `Moves`. The rules:
-
-- Calls for models that are not loaded wait, and the model whose first call has waited longest is
-  loaded first.
-- Where no place is free, a loaded model makes room: it takes no further calls, and is unloaded when
-  its open ones have ended. One that nobody has used for `IDLE_S` does so at once, the one that has
-  been idle longest first. One that is in use does so when it has been loaded for a turn, the one
-  loaded longest first.
-- A turn is `TURN_S`, or as long as the model's load took where that is longer, so that of the time
-  in which models take turns at most half goes into loading.
-- A model whose place is not needed after all, because those that waited have left, goes on.
-
-Invariant: at most `max_loaded` models are loaded, loading or not yet unloaded.
-"""
+"""`ModelTurns`: which of a server's models are loaded, and which one makes room for another: a
+state machine without a clock, an engine or an event loop; the time is passed in, and what is to
+be done comes back as `Moves`. Invariant: at most `max_loaded` models are loaded, loading or not
+yet unloaded."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -32,8 +19,7 @@ ModelState = Literal["unloaded", "loading", "ready", "draining", "unloading"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WaitingCall:
-    """A call that waits for a model. `number`: in the order of arrival, of all models' calls; `end`
-    ends its wait, with an error or none."""
+    """`number`: in order of arrival over all models; `end` ends its wait, with an error or none."""
 
     number: int
     end: Callable[[Any], object]
@@ -67,28 +53,22 @@ class ModelTurn:
 
     @property
     def first_number(self) -> int:
-        """The number of the call that has waited longest."""
         return self.waiting[0].number
 
     def began(self, now_s: float) -> None:
-        """Its load has begun."""
         self.state, self.ready_s = "loading", now_s
 
     def loaded(self, now_s: float) -> None:
-        """Its load has ended."""
         self.load_s = now_s - self.ready_s
         self.state, self.ready_s, self.used_s = "ready", now_s, now_s
 
     def gone(self) -> None:
-        """Its engine has ended."""
         self.state = "unloaded"
 
     def entered(self) -> None:
-        """A call was admitted."""
         self.num_calls += 1
 
     def left(self, now_s: float) -> None:
-        """A call has ended."""
         self.num_calls -= 1
         self.used_s = now_s
 
@@ -110,7 +90,15 @@ class Moves:
 
 
 class ModelTurns:
-    """Of all models of a server.
+    """The rules for all models of a server:
+
+    - The model whose first call has waited longest is loaded first.
+    - Where no place is free, a loaded model makes room: it takes no further calls, and is unloaded
+      when its open ones have ended. One unused for `IDLE_S` does so at once, the longest idle
+      first; one in use after a turn, the one loaded longest first.
+    - A turn is `TURN_S`, or the time of the model's load if longer, so that at most half of the
+      time in which models take turns goes into loading.
+    - A model whose place is not needed after all, as those that waited have left, continues.
 
     Args:
         max_loaded: models that may be loaded at the same time.

@@ -1,8 +1,5 @@
-"""`/openapi.json`: the API's description, generated from the routes, bodies and errors.
-
-Owns the type of a route (`ApiRoute`) and its description. Invariant: every
-status that a route can answer with is in the description.
-"""
+"""`/openapi.json`, generated from routes (`ApiRoute`), bodies and errors. Invariant: every status
+that a route can answer with is in it."""
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
@@ -46,8 +43,8 @@ def object_of(required: dict[str, Schema]) -> Schema:
 
 @dataclass(frozen=True, slots=True)
 class AnswerSchema:
-    """The body of a 200; `name` is the component's. Without a schema it is text of the type `kind`.
-    `also` are the types of text that it may have instead, if the client asks for them."""
+    """The body of a 200: component `name`, or text of type `kind`; `also`: other text types, on
+    request."""
 
     name: str
     schema: Schema | None
@@ -57,11 +54,8 @@ class AnswerSchema:
 
 @dataclass(frozen=True, slots=True)
 class ApiRoute:
-    """One route. `statuses` are those of its answers beside 200; `query` are its parameters; a
-    generating endpoint's has no handler of its own.
-
-    400 (a head beyond its bounds), 401 and 405 go with all of them.
-    """
+    """`statuses`: besides 200, and 400 (a head beyond its bounds), 401 and 405, which all have;
+    `query`: its parameters. A generating endpoint's has no handler."""
 
     name: str
     method: Literal["GET", "POST", "DELETE"]
@@ -111,7 +105,6 @@ _ERRORS = {
 def describe_api(
     routes: Iterable[ApiRoute], *, needs_key: bool, unknown_fields: UnknownFields = "suggest"
 ) -> dict[str, Any]:
-    """The description in OpenAPI 3.1."""
     paths: dict[str, Any] = {}
     schemas: dict[str, Schema] = {**_ERRORS}
     for route in routes:

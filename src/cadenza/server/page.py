@@ -1,8 +1,5 @@
-"""The page at `/docs` for people: one screen without scripts, that names what is here.
-
-Invariant: every text that is a parameter is escaped, and the page's content security policy allows
-nothing but its own style, so that a text that was not escaped could not run either.
-"""
+"""The page at `/docs`: one screen without scripts. Invariant: every text parameter is escaped, and
+the content security policy allows only its own style, so that unescaped text could not run."""
 
 from base64 import b64encode
 from collections.abc import Mapping, Sequence

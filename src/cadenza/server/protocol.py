@@ -1,8 +1,7 @@
-"""uvicorn's HTTP/1.1 connection with bounds: on the head's size and time, and on slow readers.
-Invariants: a connection holds at most one bounded head and 64 KiB of unread answer, neither for
-longer than its limit; an answer is not lost because its request was not read to the end; a body is
-never parsed as another request, whatever protocol the client offers to upgrade to.
-"""
+"""uvicorn's HTTP/1.1 connection with bounds on the head's size and time, and on slow readers.
+Invariants: it holds one bounded head and 64 KiB of unread answer at most, each for a limited time;
+an answer is not lost because its request was unread; a body is never parsed as a request, whatever
+upgrade is offered."""
 
 import asyncio
 import logging
@@ -34,8 +33,6 @@ SLACK_BYTES = 1024
 
 
 def bounded_protocol(limits: ServerLimits, all_open: Connections) -> type[asyncio.Protocol]:
-    """The protocol class for a uvicorn configuration."""
-
     class Protocol(BoundedProtocol):
         bounds = limits
         all_open_connections = all_open
@@ -164,15 +161,13 @@ class BoundedProtocol(HttpToolsProtocol):
             self._rest_timer = self.loop.call_later(self.bounds.body_s, self._close)
 
     def wind_down(self) -> None:
-        """Has the answer to the newest request say that it is the connection's last. If that answer
-        has begun already, the next one will.
-        """
+        """The newest request's answer says that it is the last, or, if it has begun, the next
+        one."""
         for cycle in self._unanswered()[-1:]:
             if not cycle.response_started:
                 cycle.keep_alive = False
 
     def close(self) -> None:
-        """After an answer that is the connection's last."""
         if self._is_in_head:  # all of the request was read
             self.transport.close()
         else:
@@ -263,9 +258,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._linger()
 
     def _linger(self) -> None:
-        """Closes the sending side, and waits `head_s` for the client to close its own: closing a
-        connection with unread bytes resets it, and the answer may then be lost.
-        """
+        """Closes the sending side and waits `head_s` for the client: closing with unread bytes
+        resets the connection, and may lose the answer."""
         self.is_lingering = True
         self._mark_idle()
         self._stop_head_timer()
@@ -303,7 +297,6 @@ class BoundedProtocol(HttpToolsProtocol):
         self.transport.close()
 
     def _abort(self) -> None:
-        """Drops the connection with all unread bytes."""
         cast(asyncio.WriteTransport, self.transport).abort()
 
 

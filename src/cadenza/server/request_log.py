@@ -1,8 +1,6 @@
-"""The record of a call: the one count of its tokens (`Usage`), and its times and end
-(`RequestRecord`), from which its answer, its line in the log and the metrics are made; no prompt's
-text. Invariants: a token is counted once, in `RequestRecord.take`; a record ends once, with one
-line, whether the request finished, was left, or failed.
-"""
+"""A call's record: its token counts (`Usage`), times and end (`RequestRecord`), for its answer, log
+line and metrics; no text. Invariants: a token is counted once, in `RequestRecord.take`; a record
+ends once, with one line, whether the request finished, was left, or failed."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -21,11 +19,8 @@ logger = logging.getLogger("cadenza.requests")
 
 @dataclass(slots=True, eq=False)
 class Usage:
-    """Tokens of one call so far, by the place of a prompt and by the index of a choice; of the
-    prompt's those of images, and how much of it was computed where that was asked for (`used`); of
-    the generated ones those of reasoning, those that were drafted
-    (`accepted`), and rejected drafts.
-    """
+    """Tokens of a call by prompt and choice: of prompts those of images and computed ones, where
+    asked (`used`); of outputs reasoning, accepted and rejected drafts."""
 
     prompt: dict[int, int] = field(default_factory=dict[int, int])
     images: dict[int, int] = field(default_factory=dict[int, int])
@@ -57,8 +52,8 @@ class Usage:
 
     @property
     def cache_miss(self) -> dict[str, Any]:
-        """The member `cache_miss` of a usage: that of the first of the call's prompts that has one;
-        no member if all were found, or nothing was looked up."""
+        """That of the first prompt that has one; no member if all were found, or nothing was looked
+        up."""
         if not self.misses:
             return {}
         miss = self.misses[min(self.misses)]
@@ -66,9 +61,8 @@ class Usage:
 
     @property
     def kept_tokens(self) -> dict[str, Any]:
-        """Members of the prompt's details, where sparse prefill was asked for: how many tokens were
-        computed or found in the prefix cache, and how many were left out; why none, where none
-        were."""
+        """Where sparse prefill was asked for: tokens computed or cached, tokens left out, or why
+        none."""
         if not self.used:
             return {}
         uses = self.used.values()
@@ -102,9 +96,7 @@ class Usage:
 class CallTrace(Protocol):
     """Makes spans of a call, as `tracing.SpansOfCall` does."""
 
-    def take(self, prepared: Sequence[PreparedRequest], model: str) -> None:
-        """The call's prompts, whose times the engine fills in."""
-        ...
+    def take(self, prepared: Sequence[PreparedRequest], model: str) -> None: ...
 
     def end(self, record: "RequestRecord") -> None:
         """The call has ended, with this record of it."""
@@ -130,8 +122,7 @@ class AnswerTimes:
 
 @dataclass(slots=True, eq=False)
 class PromptTimes:
-    """The times of a prompt's first and newest output tokens, and of its end where it has none;
-    seconds of the clock."""
+    """Of a prompt's first and newest output tokens, or its end; clock seconds."""
 
     first_s: float | None = None
     last_s: float = 0.0
@@ -160,7 +151,6 @@ class RequestRecord:
         self.arrived_s = self.clock()
 
     def start(self, prepared: Sequence[PreparedRequest]) -> None:
-        """The engine has accepted the prompts, all with the same number of choices."""
         self.n = prepared[0].request.params.n
         self.prompts = [PromptTimes() for _ in prepared]
         for place, each in enumerate(prepared):
@@ -206,7 +196,6 @@ class RequestRecord:
         return failed
 
     def _measure(self, times: PromptTimes, num_new_tokens: int) -> None:
-        """The tokens came in one step, just now."""
         now_s = self.clock()
         if times.first_s is None:
             times.first_s = now_s
@@ -260,7 +249,6 @@ class RequestRecord:
         )
 
     def _begun(self) -> list[PromptTimes]:
-        """Those of prompts that have output tokens."""
         return [times for times in self.prompts if times.first_s is not None]
 
     def _num_generated(self, prompt: int) -> int:

@@ -1,7 +1,6 @@
-"""`ResponseStore`: answers of /v1/responses as JSON, bounded in number, bytes and seconds since
-their last use; the one that was used longest ago leaves first. Invariant: a tenant finds only its
-own responses, and a conversation is either whole or not found.
-"""
+"""`ResponseStore`: answers of /v1/responses as JSON, bounded in number, bytes and idle seconds;
+least recently used leave first. Invariant: a tenant finds only its own, and a conversation is whole
+or not found."""
 
 import asyncio
 from collections import OrderedDict
@@ -92,7 +91,6 @@ class ResponseStore:
             self._wake(key)
 
     def find(self, tenant: str, response_id: str) -> StoredResponse | None:
-        """A response, which counts as used."""
         self._shrink()
         key = tenant, response_id
         entry = self._entries.get(key)
@@ -103,8 +101,8 @@ class ResponseStore:
         return entry.response
 
     def conversation(self, tenant: str, response_id: str) -> list[StoredResponse] | None:
-        """A response behind all that it goes on from, the first one first; None where one of them
-        is not there or has not ended, or where there are too many."""
+        """A response after all that it continues, oldest first; None where one is missing or open,
+        or there are too many."""
         found: list[StoredResponse] = []
         next_id: str | None = response_id
         while next_id is not None:
@@ -116,7 +114,6 @@ class ResponseStore:
         return found[::-1]
 
     def delete(self, tenant: str, response_id: str) -> bool:
-        """Whether it was there."""
         key = tenant, response_id
         was_there = self._remove(key)
         self._wake(key)

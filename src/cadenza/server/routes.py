@@ -1,7 +1,6 @@
-"""The table of all routes, from which the router, the policy on keys, the API's description and the
-advice on a client's base URL are made. An endpoint that calls the engine is added to `GENERATING`.
-Invariant: a path that is not in the table needs a key, and is then not found.
-"""
+"""All routes, for the router, the policy on keys, the API's description and advice on base URLs.
+Endpoints that call the engine are in `GENERATING`. Invariant: a path outside the table needs a key,
+and is then not found."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -63,7 +62,6 @@ OPEN_PATHS = UI_PATHS | {route.path for route in ROUTES if route.policy == "open
 
 
 def make_handlers(service: Service) -> Mapping[str, Handler]:
-    """By the names of the routes."""
     needs_key, unknown = not service.options.keys.is_open, service.options.unknown_fields
     description = msgspec.json.encode(
         describe_api(ROUTES, needs_key=needs_key, unknown_fields=unknown)
@@ -89,8 +87,8 @@ def make_ui_handlers(service: Service) -> Mapping[str, Handler]:
 
 
 def base_url_advice(path: str, address: str) -> str | None:
-    """What the base URL of a client that asked for `path` in vain should have been; None for a path
-    that is like none of the APIs'. `address` is this server's."""
+    """What a client's base URL should have been; None for a path like none of the APIs'. `address`:
+    this server's."""
     asked = path.rstrip("/")
     for each in sorted((each for each in PATHS if "{" not in each), key=len, reverse=True):
         if each.startswith(_ROOTED):
@@ -112,6 +110,6 @@ def base_url_advice(path: str, address: str) -> str | None:
 
 
 def _advice(asked: str, path: str, base_url: str) -> str:
-    if asked == path:  # with a slash behind it
+    if asked == path:  # with a slash after it
         return f"the path is {path}, without a slash at its end"
     return f"{path} is there: set the client's base URL to {base_url}"

@@ -1,7 +1,6 @@
-"""Runs a server: signals, draining, and leaving its address to a successor. New calls are refused
-at once, unless a successor has taken over: then those on open connections are served, for their
-clients do not know of it. Invariant: `run_server` leaves no socket, file or task.
-"""
+"""Runs a server: signals, draining, leaving its address to a successor. New calls are refused at
+once, but after a takeover served on open connections, whose clients do not know of it. Invariant:
+`run_server` leaves no socket, file or task."""
 
 import asyncio
 import contextlib
@@ -27,8 +26,8 @@ logger = logging.getLogger(__name__)
 KEEP_ALIVE_S = 30
 POLL_S = 0.02
 IDLE_GRACE_S = 5.0
-"""Without a request for so long, connections are closed when a successor has taken over. A request
-on an open connection gets an answer that is its last, so that the client opens its next one."""
+"""Idle connections are closed so long after a takeover; a request on one gets an answer that is its
+last."""
 REFUSING_S = 1.0
 """The same once the drain time is over and requests are refused."""
 LAST_FRAMES_S = 1.0
@@ -57,7 +56,6 @@ class Front(uvicorn.Server):
             self._start_accepting()
 
     def pause_accepting(self) -> None:
-        """New connections wait in the kernel's queue."""
         for acceptor in self._acceptors:
             acceptor.stop()
 
@@ -104,11 +102,9 @@ class Front(uvicorn.Server):
 
 
 class Lifecycle:
-    """A server from listening to its end, on the event loop.
-
-    It ends in one of two ways. Asked to end, it refuses new calls; asked again, it ends at once.
-    Taken over from, it accepts no more connections and serves the calls of those that are open.
-    """
+    """A server from listening to its end, on the event loop. Asked to end, it refuses new calls;
+    asked again, it ends at once. Taken over from, it stops accepting and serves open connections'
+    calls."""
 
     def __init__(self, service: Service, front: Front, address: Address) -> None:
         self._service = service
@@ -120,7 +116,6 @@ class Lifecycle:
         self._draining: asyncio.Task[None] | None = None
 
     def listen(self, sockets: ServerSockets) -> None:
-        """Accepts connections, and offers the sockets to a successor."""
         self._sockets = sockets
         self._front.listen(sockets.listeners)
         if sockets.control is not None:
@@ -150,7 +145,6 @@ class Lifecycle:
         self._end_when_done()
 
     async def close(self) -> None:
-        """Closes the sockets, unless a successor has them."""
         if self._offering is not None:
             self._offering.cancel()
             await asyncio.wait({self._offering})
@@ -189,10 +183,8 @@ class Lifecycle:
         self._front.should_exit = True
 
     async def _close_connections(self) -> None:
-        """Not by uvicorn, whose shutdown may cut a request that arrives meanwhile. A request after
-        the drain time is refused by an answer; once taken over from, the server waits for such
-        requests, since a successor answers the next.
-        """
+        """Not by uvicorn, which may cut an arriving request. After the drain time requests are
+        refused; after a takeover waited for, since the successor answers the next."""
         loop, connections = asyncio.get_running_loop(), self._service.connections
         self._service.drain()
         is_taken_over = self._sockets is None
@@ -227,12 +219,10 @@ class Lifecycle:
 
 
 def shut_down_on_signals(loop: asyncio.AbstractEventLoop, lifecycle: Lifecycle) -> None:
-    """SIGTERM and SIGINT end the server, a second one at once.
-
-    SIGHUP drains, but never ends it at once: when a terminal closes it may come twice, from the
-    kernel and from the shell, and a service manager may send it right after SIGTERM. A process
-    that was started to ignore it, as by nohup, still does.
-    """
+    """SIGTERM and SIGINT end the server, a second one at once. SIGHUP drains, but never ends it at
+    once: when a terminal closes it may come twice, from the kernel and from the shell, and a
+    service manager may send it right after SIGTERM. A process that was started to ignore it, as by
+    nohup, still does."""
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, lifecycle.ask)
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
@@ -240,7 +230,6 @@ def shut_down_on_signals(loop: asyncio.AbstractEventLoop, lifecycle: Lifecycle) 
 
 
 def make_front(service: Service, address: Address) -> Front:
-    """uvicorn, configured; nothing is opened yet."""
     limits = service.options.limits
     config = uvicorn.Config(
         App(service),  # pyright: ignore[reportArgumentType]  starlette's names of ASGI's types

@@ -1,8 +1,7 @@
-"""`ServedModel`: one model of a server, and the engine of each of its loads; `OpenCall`: the
-requests behind one call of it. Invariants: what is known of an engine (limits, fingerprint) stays
-known when it has been unloaded; leaving a call's context cancels its requests, and they are counted
-no more; calls with many prompts take turns, and together leave room for others.
-"""
+"""`ServedModel`: a model and the engine of each load; `OpenCall`: the requests of one call.
+Invariants: an engine's limits and fingerprint stay known when it is unloaded; leaving a call's
+context cancels its requests and stops counting them; calls with many prompts take turns and leave
+room for others."""
 
 import asyncio
 from collections import deque
@@ -51,25 +50,23 @@ RETRY_S = 0.25
 """Between two attempts to submit a prompt to an engine that is being restarted."""
 
 FURTHER_PER_ROW, FURTHER_AT_ONCE = 2, 48
-"""Open requests, by the number of rows and in any case, up to which calls with many prompts submit
-further ones: enough to keep every row busy."""
+"""Open requests, by row and in any case, up to which calls with many prompts submit further ones:
+enough to keep every row busy."""
 
 Updates = list[tuple[int, OutputProcessor, Sequence[CompletionOutput]]]
-"""The place of a prompt in its call, the prompt's request, and what is new of the request's
-samples."""
+"""A prompt's index in its call, its request, and what is new of its samples."""
 
 OnProgress = Callable[[Updates], object]
 
 
 MakeEngine = Callable[[EngineLimits | None], ServedEngine]
-"""Makes the engine of a model's next load, with the sizes that an earlier one had, if there was
-one."""
+"""For a model's next load, with an earlier one's sizes, if any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelNames:
-    """A model's names: requests may also use the aliases, which are in no list and no answer, and
-    where it `takes_any`, every name that no other model has."""
+    """Requests may also use aliases, which are in no list or answer, and where it `takes_any`, any
+    name of no other model."""
 
     listed: tuple[str, ...]
     aliases: tuple[str, ...] = ()
@@ -80,14 +77,12 @@ class ModelNames:
         return self.listed[0]
 
     def in_answer(self, asked: str | None) -> str:
-        """The name in an answer to a request that asks for it by `asked`."""
         if asked is not None and any(each in self.listed for each in spellings(asked)):
             return asked
         return self.first
 
 
 def spellings(name: str) -> tuple[str, ...]:
-    """A name, and those that mean the same."""
     return (name, name.removesuffix(DEFAULT_TAG), name + DEFAULT_TAG)
 
 
@@ -131,7 +126,6 @@ class ServedModel:
 
     @property
     def engine(self) -> ServedEngine:
-        """The engine that is loaded, or was loaded last."""
         return self._engine
 
     @property
@@ -150,7 +144,6 @@ class ServedModel:
         return "draining" if self.is_refusing else self._engine.status().state
 
     def stats(self) -> EngineStats | None:
-        """The engine's; None unless it runs."""
         return None if self._serving is None else self._engine.stats()
 
     def start(self) -> None:
@@ -195,7 +188,6 @@ class ServedModel:
 
     @property
     def system_fingerprint(self) -> str | None:
-        """The digest in answers."""
         return None if self._fingerprint is None else self._fingerprint.digest
 
     def check_room(self) -> None:
@@ -233,12 +225,10 @@ class ServedModel:
         return self._serving.submit(prepared, kind="delta", on_news=on_update)
 
     def has_room(self, num_tokens: int, *, is_further: bool) -> bool:
-        """Whether a prompt of a call may enter the engine's queue.
-
-        A call's only prompt there may take any place; a further one enters only while half of the
-        places and of the tokens are free, and few requests are open for each row, so that there is
-        always room for other calls, and a short wait.
-        """
+        """Whether a prompt of a call may enter the engine's queue. A call's only prompt there may
+        take any place; a further one enters only while half of the places and of the tokens are
+        free, and few requests are open for each row, so that there is always room for other calls,
+        and a short wait."""
         limits, load = self.limits, self._engine.load()
         assert limits is not None, "prompts wait only where an engine has taken some"
         most_reqs, most_tokens = limits.max_num_open_reqs, limits.max_num_queued_tokens
@@ -282,7 +272,7 @@ class OpenCall:
         self._to_thin: dict[int, OutputProcessor | None] = {
             place: None for place, each in self._waiting if each.request.sparse_prefill is not None
         }
-        """Prompts that are to be thinned out; None until they are submitted."""
+        """Prompts that are to be pruned; None until they are submitted."""
         self._streams: dict[int, OutputStream] = {}
         self._dropped: Updates = []
         self._failure: ApiError | None = None
@@ -314,13 +304,12 @@ class OpenCall:
 
     @property
     def num_submitted(self) -> int:
-        """Prompts in the engine, and those whose end has not been taken."""
         return len(self._streams)
 
     @property
     def system_fingerprint(self) -> str | None:
-        """That of thinned prompts if one of the call's is. None where it is not known, or not yet
-        whether any is: the engine may compute them whole."""
+        """A pruned prompt's if one of the call's is; None while that, or the engine's, is not
+        known."""
         whole = self._whole_fingerprint
         if not self._to_thin or whole is None:
             return whole
@@ -330,7 +319,6 @@ class OpenCall:
 
     @property
     def next_prompt(self) -> PreparedRequest | None:
-        """The prompt to be submitted next."""
         return self._waiting[0][1] if self._waiting else None
 
     def submit_next(self) -> None:
@@ -345,13 +333,10 @@ class OpenCall:
     async def next_updates(
         self, within_s: float | None = None, on_progress: OnProgress | None = None
     ) -> Updates:
-        """Waits for updates; cancelling it loses nothing.
-
-        Empty where there was none `within_s`, which must always be the same for one call. Of a call
-        with one prompt `on_progress` is given the updates until its end, without a turn of the
-        waiting task for each. Raises ApiError where the call as a whole has failed, and what
-        `on_progress` raises.
-        """
+        """Waits for updates; cancelling it loses nothing. Empty where there was none `within_s`,
+        which must always be the same for one call. Of a call with one prompt `on_progress` is given
+        the updates until its end, without a turn of the waiting task for each. Raises ApiError
+        where the call as a whole has failed, and what `on_progress` raises."""
         loop = asyncio.get_running_loop()
         self._waits_since_s = start_s = loop.time()
         if within_s is not None and self._silence is None:
@@ -411,7 +396,6 @@ class OpenCall:
         self.notify()
 
     def fail(self, error: ApiError) -> None:
-        """Makes `next_updates` raise this error."""
         self._failure = error
         self._waiting.clear()
         self.notify()

@@ -1,6 +1,5 @@
-"""`Service`: the server's state: the models, the tenants' use of them, open calls, and the counts
-behind logs and metrics.
-"""
+"""`Service`: the server's state: models, tenants' use, open calls, and the counts of logs and
+metrics."""
 
 import time
 from collections.abc import Callable, Generator
@@ -89,18 +88,15 @@ class Service:
         self._is_draining = False
 
     def start(self) -> None:
-        """Binds to the running event loop."""
         self.models.start()
 
     async def stop(self) -> None:
-        """Ends the open calls, each with an error."""
         self.drain()
         self.work.close()
         await self.images.close()
         await self.models.stop()
 
     def drain(self) -> None:
-        """Refuses new calls from now on; open calls continue."""
         self._is_draining = True
         self.models.drain()
         self.end_watching()

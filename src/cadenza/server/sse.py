@@ -1,7 +1,6 @@
-"""Bytes of generated answers: whole JSON objects, and streams of server-sent events (SSE). What all
-events of a stream share is encoded once. Invariant: a stream is role or text chunks, one finish
-reason for each choice, usage if asked for, and `[DONE]`, however it ends.
-"""
+"""Bytes of answers: JSON objects, and streams of server-sent events (SSE), whose common bytes are
+encoded once. Invariant: a stream is role or text chunks, one finish reason for each choice, usage
+if asked for, and `[DONE]`, however it ends."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -72,8 +71,7 @@ class AnswerEncoder(ABC):
 
     @abstractmethod
     def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
-        """The whole answer, for a call that is not streamed. On any thread. Raises ApiError: there
-        is none, since the call was cancelled."""
+        """For a call that is not streamed. On any thread. Raises ApiError if it was cancelled."""
 
     def close(self) -> None:  # noqa: B027  most answers leave nothing
         """The call has ended, perhaps before its answer."""
@@ -117,8 +115,8 @@ class StreamEncoder(AnswerEncoder):
 
 
 class ChunkEncoder(StreamEncoder):
-    """In the shapes of OpenAI's completions and chat completions. The parts of a choice are asked
-    for in their order; those of a streamed choice put together are the whole choice."""
+    """OpenAI's (chat) completions. A choice's parts are requested in order; joined, they are the
+    whole choice."""
 
     id_prefix: ClassVar[str]
     object_name: ClassVar[str]
@@ -155,8 +153,8 @@ class ChunkEncoder(StreamEncoder):
     ) -> ChoiceObject: ...
 
     def about_prompt(self, request: PromptInfo | None) -> dict[str, Any] | None:
-        """The fields beside the choices; None while they are not all known. Without a request: the
-        same fields without their values, for all chunks but one."""
+        """The fields next to the choices; None while not all are known; without values if `request`
+        is None."""
         del request
         return {}
 

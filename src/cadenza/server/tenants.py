@@ -1,8 +1,6 @@
-"""The tenants of a server (`--tenants FILE`): who they are, what each may have and has used.
-Invariants: a file that is accepted names every limit by its meaning; a call that is refused has
-used nothing; after the time that a refusal states, the same call is within its rates if none came
-between.
-"""
+"""The tenants (`--tenants FILE`): what each may have and has used. Invariants: an accepted file
+names every limit by its meaning; a refused call has used nothing; after a refusal's stated time the
+same call fits its rates if none came between."""
 
 import math
 import re
@@ -24,8 +22,8 @@ MAX_KEYS = 1000
 MINUTE_S = 60.0
 
 KEPT_SHARE = 0.125
-"""Of the places for open requests: kept from a tenant that has more than its part of all places,
-once several tenants have called, so that one tenant's overload refuses no other's calls."""
+"""Of places for open requests: kept from a tenant with more than its part, once several have
+called, so that one's overload refuses no other's calls."""
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,32}")
 _KEY = re.compile(r"[!-~]{8,}")
@@ -66,10 +64,8 @@ class TenantLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantFile:
-    """What `--tenants` says: limits by name, names by key, and the limits of all others.
-
-    A key is as clients send it, or `sha256:` and its hash in hex.
-    """
+    """What `--tenants` says: limits by name, names by key, and the limits of all others. A key is
+    as clients send it, or `sha256:` and its hash in hex."""
 
     named: Mapping[str, TenantLimits] = field(default_factory=dict[str, TenantLimits])
     keys: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -167,9 +163,7 @@ def _number(what: str, value: object, low: float, high: float) -> float:
 
 
 class Bucket:
-    """A token bucket of `per_minute`, refilled at that rate. What is only known afterwards, as the
-    tokens of an answer, may leave it below zero.
-    """
+    """A token bucket of `per_minute`; tokens known only afterwards may leave it below zero."""
 
     def __init__(self, per_minute: float, now_s: float) -> None:
         self.per_minute = per_minute
@@ -201,7 +195,7 @@ class TenantUse:
         self.tenant = tenant
         self.limits = limits
         self.num_open = 0
-        """Requests of open calls: one for each call, and those that it has beside its first."""
+        """Requests of open calls: one for each call, and those that it has besides its first."""
         self._counts = counts
         self._clock = clock
         per_minute = {
@@ -227,7 +221,6 @@ class TenantUse:
             raise rate_limited(rate=longest, seconds=seconds, unit=unit)
 
     def take(self, num_prompt_tokens: int) -> None:
-        """A call is served, with prompts that have passed `check_rates`."""
         self._take(requests=1, tokens=num_prompt_tokens)
 
     def take_answer(self, num_tokens: int) -> None:
@@ -240,10 +233,8 @@ class TenantUse:
 
 
 class Tenants:
-    """The tenants of one server. On the event loop only.
-
-    A tenant is known by its name in the file, or by another one, with the default limits.
-    """
+    """The tenants of one server, by name; unknown names have default limits. On the event loop
+    only."""
 
     def __init__(self, file: TenantFile, counts: ServedCounts, clock: Callable[[], float]) -> None:
         self._file = file
@@ -253,10 +244,8 @@ class Tenants:
 
     @contextmanager
     def calling(self, name: str, num_places: int) -> Generator[TenantUse]:
-        """Counts an open call as one request, of `num_places` that may be open in all.
-
-        Raises ApiError (429) where the tenant has too many, or has used up a rate.
-        """
+        """Counts an open call, of `num_places` in all. Raises ApiError (429) where the tenant has
+        too many, or used up a rate."""
         use = self.use(name)
         share = use.limits.queue_share
         most = max(1, int(share * num_places))

@@ -1,8 +1,6 @@
-"""Spans of calls for an OpenTelemetry collector, under vLLM's names and those of OpenTelemetry's
-conventions for generative AI; no prompt and no text. Imported only where a collector is given.
-Invariants: a call neither waits for a collector nor fails with it; spans for which the bounded
-queue has no room are dropped.
-"""
+"""Spans of calls for an OpenTelemetry collector, under vLLM's names and the GenAI conventions; no
+text. Imported only with a collector. Invariants: a call neither waits for a collector nor fails
+with it; spans beyond the bounded queue are dropped."""
 
 import logging
 import os
@@ -68,11 +66,9 @@ def traces_url(endpoint: str) -> str:
 
 
 class SpanExport:
-    """Sends spans to the collector at `endpoint`, by OTLP over HTTP, on a thread of its own.
-
-    The `OTEL_*` variables of OpenTelemetry's SDK hold: for headers, certificates, compression, the
-    sampler, the resource, the queue's size (2,048 spans) and how often it is sent (each 5 s).
-    """
+    """Sends spans to the collector at `endpoint`, by OTLP over HTTP, on a thread of its own. The
+    `OTEL_*` variables of OpenTelemetry's SDK hold: for headers, certificates, compression, the
+    sampler, the resource, the queue's size (2,048 spans) and how often it is sent (each 5 s)."""
 
     def __init__(
         self,
@@ -124,7 +120,6 @@ class SpansOfCall:
         self._requests = [each.checked for each in first if each.checked is not None]
 
     def end(self, record: RequestRecord) -> None:
-        """Makes the spans of a call that has ended."""
         end_s = record.clock()
         root = self._tracer.start_span(
             "llm_request",
@@ -193,8 +188,8 @@ class SpansOfCall:
 
 
 def _phases(arrived_s: float, times: RequestTimes) -> Iterator[tuple[str, float, float]]:
-    """The phases that a prompt came to, with their start and end. The first one is until the engine
-    accepts it: reading, tokenising, loading a model, waiting for the call's other prompts."""
+    """With start and end. The first lasts until the engine accepts it: reading, tokenising, loading
+    a model, waiting for others."""
     if times.accepted_s is None or times.ended_s is None:
         return
     yield "arrival", arrived_s, times.accepted_s

@@ -1,7 +1,6 @@
 """/debug/batch: what the engine's steps do, once; /debug/batch/stream: as server-sent events, while
 somebody looks. Invariants: an event has numbers and words of this module, and nothing of any
-prompt, text, key or request id; of other tenants' rows a viewer sees only the sum.
-"""
+prompt, text, key or request id; of other tenants' rows a viewer sees only the sum."""
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
@@ -68,11 +67,8 @@ async def _once(service: Service, exchange: Exchange) -> None:
 
 
 async def _newest(viewer: Viewer) -> tuple[float, StepSummary]:
-    """The newest summary and its time. Raises ApiError (503) where the engine is lost first, or
-    tells nothing for long.
-
-    The first summary of a watch has no steps: where rows run, the next one tells how fast.
-    """
+    """Raises ApiError (503) where the engine is lost, or sends nothing for long. A watch's first
+    summary has no steps: where rows run, waits for the next, which has the speed."""
     found, entries = None, viewer.history
     while True:
         for each in entries:

@@ -1,8 +1,5 @@
-"""Blocks of an answer (its reasoning, its texts and its calls, in their order), and what the
-encoders of APIs whose answers are made of blocks have in common.
-
-Invariant: the blocks of a streamed answer are those of the whole one.
-"""
+"""Blocks of an answer (reasoning, texts, calls), and what encoders of APIs with such answers share.
+Invariant: a streamed answer's blocks are those of the whole one."""
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
@@ -60,7 +57,6 @@ class BlockReader:
     def __init__(self) -> None:
         self.blocks: list[Block] = []
         self.mark: dict[str, bool] = {}
-        """`schema_mark` of the output, once it has ended."""
 
     def take(self, output: CompletionOutput) -> Iterator[BlockEvent]:
         """The events of an output; its end ends the last block."""
@@ -103,7 +99,6 @@ class BlockEncoder(StreamEncoder):
         super().__init__(head)
         self._reader = BlockReader()
         self.ended: CompletionOutput | None = None
-        """The last output, once it is read."""
 
     @abstractmethod
     def _whole_object(self) -> dict[str, Any]:

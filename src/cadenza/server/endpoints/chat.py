@@ -1,7 +1,5 @@
-"""/v1/chat/completions: answers a conversation.
-
-Invariant: there is one prompt, whose fields are beside the choices.
-"""
+"""/v1/chat/completions: answers a conversation. Invariant: there is one prompt, whose fields are
+next to the choices."""
 
 from collections.abc import Sequence
 from dataclasses import replace

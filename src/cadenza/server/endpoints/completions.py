@@ -1,7 +1,5 @@
-"""/v1/completions: continues prompts.
-
-Invariant: each prompt has its own choices, and its fields are in the first part of each.
-"""
+"""/v1/completions: continues prompts. Invariant: each prompt has its own choices, and its fields
+are in the first part of each."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """`AskedConversation`: what every endpoint that answers a conversation makes of its body.
-
-Invariant: equal conversations have equal answers, whatever API they came by.
-"""
+Invariant: equal conversations have equal answers, whatever API they came by."""
 
 import secrets
 from collections.abc import Mapping, Sequence
@@ -32,7 +30,7 @@ class AskedConversation:
         variables: of the chat template, as the request names them; those that the template does
             not read are ignored.
         template_kwargs: further arguments of the chat template.
-        is_off_unasked: the request says nothing of thinking, which its API takes for off: only a
+        is_off_unasked: the request does not mention thinking, which its API takes for off: only a
             switch of the chat template turns it off.
     """
 
@@ -57,7 +55,7 @@ class AskedConversation:
         )
 
     def count(self, text: TextFrontend) -> int:
-        """The number of the prompt's tokens, whatever the context. Slow. Raises as `prompt`."""
+        """Whatever the context. Slow. Raises as `prompt`."""
         return len(text.render_chat(self.prompt(text))[1])
 
     def _kwargs(self, text: TextFrontend) -> dict[str, Any]:

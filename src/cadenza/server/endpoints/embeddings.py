@@ -1,7 +1,6 @@
 """/v1/embeddings: the embedding of each input; and what all endpoints that embed have in common.
-
-Invariant: each input has its embedding, in the order of the inputs, or the call fails as a whole.
-"""
+Invariant: each input has its embedding, in the order of the inputs, or the call fails as a
+whole."""
 
 import sys
 from base64 import b64encode

@@ -1,8 +1,6 @@
-"""The interface of endpoints that call the engine: `GeneratingEndpoint` and `CallRequest`; the
-rules between fields that are shared (`ChoicesRequest`), and the forms of log probabilities.
-Invariant: a `CallRequest` that was read can be served, unless its prompt is too long or its tokens
-unknown.
-"""
+"""The interface of endpoints that call the engine (`GeneratingEndpoint`, `CallRequest`), shared
+rules between fields (`ChoicesRequest`), and log probabilities' forms. Invariant: a `CallRequest`
+that was read can be served, unless its prompt is too long or its tokens unknown."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -67,7 +65,7 @@ GENERATION_STATUSES = (400, 413, 415, 404, 429, 500, 503, 504)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallContext:
-    """What a call may depend on beside its body.
+    """What a call may depend on besides its body.
 
     Args:
         responses: the stored ones, of all tenants.
@@ -84,8 +82,7 @@ class CallContext:
 
 
 class CallRequest(CallBody, ABC):
-    """A checked body of a call of the engine: its prompts, its parameters, and the form of the
-    answer."""
+    """A checked body: its prompts, its parameters, and the form of the answer."""
 
     prompt_field: ClassVar[str]
     """The name of the field with the prompt, for errors."""
@@ -103,12 +100,10 @@ class CallRequest(CallBody, ABC):
 
     @property
     def request_options(self) -> RequestOptions:
-        """What is asked of each of its requests beside the sampling."""
         return PLAIN
 
     @property
     def form_field(self) -> str | None:
-        """The name of the field that asks for a form of the answer; None: none does."""
         return None
 
     @cached_property
@@ -127,12 +122,11 @@ class CallRequest(CallBody, ABC):
         """Raises ApiError (400) where the fields do not go together, or beyond the limits."""
 
     def enter(self, context: CallContext) -> None:
-        """Takes what the call depends on beside its body, whose bytes then count in `num_bytes`.
-        Raises ApiError (400)."""
+        """Takes what the call depends on besides its body; it counts in `num_bytes`. Raises
+        ApiError (400)."""
 
     def check_size(self, hidden_size: int | None) -> None:
-        """Raises ApiError (400) where the answer would be too large; `hidden_size` is that of an
-        embedding, if the engine gives some."""
+        """Raises ApiError (400) for a too large answer; `hidden_size`: of embeddings."""
 
     def immediate(self, head: AnswerHead) -> bytes | None:
         """The whole answer, where it needs no engine but a ready one; None where it does."""
@@ -156,11 +150,10 @@ class CallRequest(CallBody, ABC):
         return [text.prepare(each, params, options, terms) for each in self.prompts(text)]
 
     def encoder(self, head: AnswerHead) -> AnswerEncoder:
-        """Makes the encoder of the answer."""
         return WholeAnswer(head, self.whole_answer)
 
     def whole_answer(self, head: AnswerHead, outputs: Sequence[RequestOutput]) -> bytes:
-        """The answer of a call that has no other encoder. Raises ApiError."""
+        """For calls without an encoder of their own. Raises ApiError."""
         raise NotImplementedError
 
     @property
@@ -204,7 +197,6 @@ class GenerationRequest(CallRequest):
         return text.defaults.complete(self.sampling_values())
 
     def sampling_values(self) -> dict[str, Any]:
-        """The values of `SamplingParams` that the body asks for, by their names there."""
         found: dict[str, Any] = {"max_tokens": self.default_max_tokens}
         for name, value in self.values.items():
             field = self.fields[name]
@@ -272,7 +264,7 @@ class GeneratingEndpoint:
     """One endpoint that calls the engine, and the type of its requests.
 
     Args:
-        statuses: of its answers beside 200.
+        statuses: of its answers besides 200.
     """
 
     name: str
@@ -361,8 +353,8 @@ PROMPT_SCHEMA: dict[str, Schema] = {
 def choices_answer(
     name: str, object_name: str, content: dict[str, Schema], rest: dict[str, Schema]
 ) -> AnswerSchema:
-    """Of a whole answer in OpenAI's shape; `content` is what its choices hold beside the tokens'
-    ids, `rest` is beside the choices."""
+    """Of a whole answer in OpenAI's shape; `content` is in each choice, `rest` next to the
+    choices."""
     reasons = one_of("stop", "length", "abort", "tool_calls")
     choice = {"index": COUNT, **content, "token_ids": _IDS, "finish_reason": reasons}
     schema = object_of(

@@ -1,7 +1,5 @@
 """/v1/messages: answers a conversation of content blocks, as Anthropic's Messages API does.
-
-Invariant: the tokens that are counted are those that would be computed.
-"""
+Invariant: the tokens that are counted are those that would be computed."""
 
 import sys
 from collections.abc import Iterator, Mapping
@@ -55,8 +53,8 @@ from cadenza.structured import StructuredOutput
 _ANNOTATION = AnyJson(max_chars=16 << 10)
 _AUTO = AskedChoice("auto", is_parallel=True)
 IN_CONTEXT = RequestOptions(most_in_all=sys.maxsize, counts_prompt=True)
-"""In this API `max_tokens` may exceed the context, of which it then means the rest; and its clients
-shorten a conversation by the number of its tokens."""
+"""`max_tokens` may exceed the context, then meaning its rest; clients shorten a conversation by its
+number of tokens."""
 
 
 class MessagesBody(ThinkingSwitches):
@@ -212,8 +210,7 @@ _DELTAS: dict[PartKind, tuple[str, str]] = {
 
 
 class MessageEncoder(BlockEncoder):
-    """The object and the events of a message; the blocks of a stream, put together, are those of
-    the whole message."""
+    """A message's object and events; a stream's blocks, joined, are those of the whole message."""
 
     def __init__(self, head: AnswerHead, request: MessageRequest) -> None:
         super().__init__(head)
@@ -238,7 +235,6 @@ class MessageEncoder(BlockEncoder):
         return self._object([self._block(block) for block in self._reader.blocks])
 
     def _stop(self) -> dict[str, str | None]:
-        """Why the message ended, if it has."""
         output = self.ended
         if output is None:
             return {"stop_reason": None, "stop_sequence": None}

@@ -1,8 +1,6 @@
-"""/api/chat and /api/generate: answers as Ollama's API gives them.
-
-Invariant: a conversation has the same tokens as by any other API, and Ollama's own defaults of
-sampling are not used; the lines of a stream, put together, are the whole answer.
-"""
+"""/api/chat and /api/generate, as in Ollama's API. Invariant: a conversation has the same tokens as
+by any other API, without Ollama's sampling defaults; a stream's lines, joined, are the whole
+answer."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -278,7 +276,6 @@ class LineEncoder(BlockEncoder):
 
 
 def loaded(head: AnswerHead, shape: AnswerShape) -> bytes:
-    """The answer to a request that only loads the model."""
     end = {"done": True, "done_reason": "load"}
     return _encode({**_about(head), **shape("", "", ()), **end})
 
@@ -303,7 +300,6 @@ def time_of(seconds: float) -> str:
 
 
 def _about(head: AnswerHead) -> Members:
-    """A line's own time, as Ollama's are."""
     seconds = head.created if head.now is None else head.now()
     return {"model": head.model, "created_at": time_of(seconds)}
 

@@ -1,7 +1,5 @@
-"""/api/embed, and the older /api/embeddings: embeddings as Ollama's API gives them.
-
-Invariant: an embedding has the bits that it has by /v1/embeddings.
-"""
+"""/api/embed, and the older /api/embeddings: embeddings as Ollama's API gives them. Invariant: an
+embedding has the bits that it has by /v1/embeddings."""
 
 from collections.abc import Sequence
 from typing import Any, cast

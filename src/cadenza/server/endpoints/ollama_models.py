@@ -1,8 +1,5 @@
-"""The routes of Ollama's API that tell of models, or would change them; and llama.cpp's /props.
-
-Invariant: what is listed can be asked for by
-the listed name; what would change the models of this server is refused, with what to do instead.
-"""
+"""Ollama's routes about models, and llama.cpp's /props. Invariant: a listed name can be used; what
+would change this server's models is refused, with what to do instead."""
 
 from collections.abc import Iterable, Mapping
 from contextlib import suppress

@@ -1,8 +1,6 @@
-"""/v1/receipts/replay: an answer of this server is computed again, and compared bit for bit.
-Invariants: only a receipt that this server gave the same tenant is computed, one at a time and
-nothing of it from the prefix cache; its answer is `equal` only if every token, every bit of every
-log probability and the finish reason are.
-"""
+"""/v1/receipts/replay: computes an answer of this server again, and compares it bit for bit.
+Invariants: only the same tenant's receipts from this server, one at a time, without the prefix
+cache; `equal` only if every token, every log probability's bits and the finish reason are."""
 
 import secrets
 import struct
@@ -86,10 +84,7 @@ class ReplayRequest(CallRequest):
 
     @cached_property
     def _own(self) -> Receipt:
-        """The receipt, if it is the caller's own and of the engine that runs.
-
-        Raises InvalidRequestError.
-        """
+        """If it is the caller's and of the running engine. Raises InvalidRequestError."""
         check_fingerprint(self.given.fingerprint, self._context.fingerprint())
         own = self._context.seal.opened(self.given, self._context.tenant)
         if own is None:
@@ -148,15 +143,13 @@ def check_fingerprint(theirs: Fingerprint, ours: Fingerprint | None) -> None:
 
 
 def others_of(engine: ServedEngine) -> Callable[[], int]:
-    """Counts the requests that the engine has had beside one that is submitted next: those that are
-    open now, and those that have come until the call."""
+    """Counts requests that the engine has besides one that is submitted next, until the call."""
     num_open = engine.load().num_open
     num_accepted = engine.request_stats().num_accepted
     return lambda: num_open + engine.request_stats().num_accepted - num_accepted - 1
 
 
 def compared(given: Receipt, again: Receipt, num_others: int) -> dict[str, Any]:
-    """The answer's object."""
     first = place_of_difference(given, again)
     return {
         "equal": first is None and given.logprob_digest == again.logprob_digest,
@@ -173,8 +166,8 @@ def compared(given: Receipt, again: Receipt, num_others: int) -> dict[str, Any]:
 
 
 def place_of_difference(given: Receipt, again: Receipt) -> int | None:
-    """The first place where a token or a bit of its log probability differs, or the end of what is
-    equal where the lengths or the finish reasons differ."""
+    """The first index where a token or its log probability's bits differ, or where lengths or
+    finish reasons do."""
     theirs, ours = _places(given), _places(again)
     for place, (old, new) in enumerate(zip(theirs, ours, strict=False)):
         if old != new:

@@ -1,8 +1,5 @@
-"""/v1/rerank: documents in the order of their relevance to a query.
-
-Invariant: a score is a function of the query and of its document alone, with the same bits whatever
-else is ranked; of equal scores the earlier document comes first.
-"""
+"""/v1/rerank: documents by relevance to a query. Invariant: a score depends on the query and its
+document alone, bit for bit; of equal scores the earlier document comes first."""
 
 from collections.abc import Sequence
 from math import fsum
@@ -65,7 +62,6 @@ _NESTED = object_schema({"text": _TEXT.schema()}, additionalProperties=False)
 
 @field_type({"anyOf": [_TEXT.schema(), _NESTED]})
 def ranked_text(name: str, value: object) -> str:
-    """A text, or an object that has one as `text`."""
     members = members_of(value)
     if members and members.keys() != {"text"}:
         raise refuse(name, value, 'a text, or an object {"text": ...}')
@@ -74,7 +70,6 @@ def ranked_text(name: str, value: object) -> str:
 
 @field_type(array_schema(ranked_text.schema(), 1, MAX_DOCUMENTS))
 def ranked_documents(name: str, value: object) -> tuple[str, ...]:
-    """A list of texts."""
     items = checked_list(name, value, "a list of texts", (1, MAX_DOCUMENTS), "texts")
     return tuple([ranked_text.check(name, item) for item in items])
 

@@ -1,7 +1,6 @@
 """`ResponseEncoder`: the object and the events of a response (OpenAI's Responses API). Invariants:
 events are numbered from 0 without a gap; a stream has one last event, whose response has the items
-of the events before; a response is stored once it has begun, and again when it has ended.
-"""
+of the events before; a response is stored once it has begun, and again when it has ended."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -196,7 +195,6 @@ class ResponseEncoder(BlockEncoder):
 
 
 def usage_object(usage: Usage) -> dict[str, Any]:
-    """The usage of a response."""
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {

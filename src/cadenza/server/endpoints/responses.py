@@ -1,8 +1,5 @@
-"""/v1/responses: answers a conversation of items, and stores the answer.
-
-Invariant: a response goes on from the whole of the conversation that `previous_response_id` names,
-or is refused.
-"""
+"""/v1/responses: answers a conversation of items, and stores the answer. Invariant: a response
+continues the whole conversation that `previous_response_id` names, or is refused."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
@@ -185,8 +182,8 @@ class ResponseRequest(ThinkingSwitches, LabelledBody, GenerationRequest):
 
     @cached_property
     def _conversation(self) -> tuple[list[dict[str, Any]], Sequence[dict[str, Any]]]:
-        """The items of `input`, without references, and the messages of the whole conversation:
-        made once, since its images are opened once. Slow. Raises ApiError (400)."""
+        """The items of `input` without references, and the messages of the whole conversation; made
+        once, since images are opened once. Slow. Raises ApiError (400)."""
         items = [item for turn in self._turns for item in _items_of(turn)]
         given = [*_without_references(self.input, self._referred, self._max_referred_bytes)]
         messages = with_system(self.instructions, messages_of([*items, *given], len(items)))
@@ -283,8 +280,8 @@ def _without_references(
     referred: Mapping[str, StoredResponse | None],
     max_num_bytes: int,
 ) -> Iterator[dict[str, Any]]:
-    """Raises ApiError (400) for an item that is not there, and for items that have together more
-    than `max_num_bytes`: a short body may refer to a long item many times."""
+    """Raises ApiError (400) for a missing item, or more than `max_num_bytes` together: a short body
+    may refer to a long item many times."""
     num_bytes = 0
     known: dict[str, dict[str, dict[str, Any]]] = {}
     for place, item in enumerate(items):

@@ -1,7 +1,6 @@
-"""`/` and `/docs`: pages for browsers, and a few words for everything else. `/docs` names what is
-here, without a script; so does `/` in a server without the page of `ui`. Invariant: they are open,
-and tell nothing of the model to whoever has no key, if there are keys.
-"""
+"""`/` and `/docs`: pages for browsers, a few words for others; without a script in `/docs`, and in
+`/` of a server without `ui`. Invariant: open, but say nothing of the model to whoever has no key,
+if there are keys."""
 
 from collections.abc import Sequence
 

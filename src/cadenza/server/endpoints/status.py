@@ -1,7 +1,5 @@
-"""The routes that do not use the engine: health, models, cancel, metrics, version.
-
-Invariant: health, metrics and version never wait for the engine.
-"""
+"""Routes without the engine: health, models, cancel, metrics, version. Invariant: health, metrics
+and version never wait for the engine."""
 
 from dataclasses import asdict
 from typing import Any, Literal

@@ -1,8 +1,5 @@
-"""Stored responses: reading, cancelling and deleting them.
-
-Owns their routes. Knows `Service` and `Exchange`. Invariant: a tenant reaches its own responses
-only.
-"""
+"""Stored responses: reading, cancelling and deleting them. Invariant: a tenant reaches its own
+responses only."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
-"""/tokenize, /detokenize, and the counts of messages: text to token ids and back, no engine.
-
-Invariant: what a body can hold is counted, whatever the context.
-"""
+"""/tokenize, /detokenize, and counts of messages' tokens; no engine. Invariant: what a body can
+hold is counted, whatever the context."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -178,7 +176,6 @@ _TOKENIZED = object_of({"count": COUNT, "max_model_len": or_null(COUNT), "tokens
 def _route(
     path: str, summary: str, answers: AnswerSchema, handler: RouteHandler, body: type[Body]
 ) -> ApiRoute:
-    """Named by the last part of its path."""
     statuses = (400, 413, 415, 404, 429, 500)
     name = path.rpartition("/")[2]
     return ApiRoute(name, "POST", path, summary, answers, handler, statuses=statuses, body=body)

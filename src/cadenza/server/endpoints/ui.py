@@ -1,8 +1,6 @@
-"""The files of the page at `/`: each has its path in the table `UI_FILES`.
-
-Invariant: they are read once, when the server starts, and no part of a request becomes a path; the
-page runs its own scripts only, builds no HTML from a text, and asks nothing of another address.
-"""
+"""The files of the page at `/`, by path in `UI_FILES`. Invariant: read once, at the start; no part
+of a request becomes a path; the page runs only its own scripts, builds no HTML from text, and
+requests no other address."""
 
 import gzip
 from dataclasses import dataclass
@@ -81,7 +79,6 @@ class UiFile:
 
 
 def read_ui_file(name: str) -> UiFile:
-    """`name` is `INDEX` or one of `UI_FILES`."""
     path = FOLDER / name
     return UiFile(path.read_bytes(), _TYPES[path.suffix])
 

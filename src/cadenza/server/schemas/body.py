@@ -1,8 +1,6 @@
-"""A request's bytes become a `Body`: JSON objects whose members are declared once, as `Field`s.
-
-Invariant: the check and the JSON Schema follow from the same declaration; null counts as absent; an
-instance holds only values that were checked and have an effect.
-"""
+"""A request's bytes become a `Body`: JSON objects with members declared once, as `Field`s.
+Invariant: check and JSON Schema follow from one declaration; null counts as absent; an instance
+holds only checked values with an effect."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -148,14 +146,11 @@ def unsupported(what: str, *harmless: object) -> Field[None]:
 
 class DeclaredObject:
     """A JSON object: its subclass declares the members as `Field`s, an instance has the values.
-
-    Members are inherited. `more` are members that code never reads as attributes.
-    """
+    Members are inherited. `more` are members that code never reads as attributes."""
 
     more: ClassVar[Mapping[str, Field[Any]]] = {}
     fields: ClassVar[Mapping[str, Field[Any]]] = {}
     effective_names: ClassVar[tuple[str, ...]] = ()
-    """The names of the fields that change something."""
     required_names: ClassVar[tuple[str, ...]] = ()
     defaults: ClassVar[Mapping[str, object]] = {}
     is_open: ClassVar[bool] = False
@@ -194,8 +189,8 @@ class DeclaredObject:
 
     @classmethod
     def take_unknown(cls, name: str, key: str) -> None:
-        """Ignores a member `key` of the field `name` that is not declared, or raises ApiError (400)
-        where the policy refuses it, or its name is near a declared one."""
+        """Ignores an undeclared member, or raises ApiError (400) where the policy refuses it or its
+        name is near a declared one."""
         unknown = unknown_members()
         meant = None if cls.is_open else unknown.suggestion(field_of(name), key, cls.fields)
         if meant is not None:
@@ -233,8 +228,7 @@ class ObjectOf(Generic[ObjectT]):
 
 
 class Body(DeclaredObject):
-    """The body of a request; `num_bytes` is its encoded size, `ignored` the names of what has no
-    effect because nothing declares it."""
+    """`num_bytes`: its encoded size; `ignored`: undeclared names, without effect."""
 
     model = optional(
         String(min_chars=1, max_chars=256),

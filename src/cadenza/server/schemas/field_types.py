@@ -1,8 +1,5 @@
-"""Field types: sets of values, each with its check and its JSON Schema.
-
-Invariant: `check` takes any value that JSON can hold, and what it returns is within the type's
-bounds.
-"""
+"""Field types: sets of values, each with its check and JSON Schema. Invariant: `check` takes any
+JSON value, and returns one within the type's bounds."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping
@@ -26,8 +23,8 @@ class FieldType(Protocol[T_co]):
 
     @property
     def check(self) -> Callable[[str, object], T_co]:
-        """Takes a field's name and its value; returns the value as the server uses it. Raises
-        ApiError (400) naming the field."""
+        """Takes a field's name and value; returns the server's value. Raises ApiError (400) naming
+        the field."""
         ...
 
     @property
@@ -344,7 +341,6 @@ def anything(name: str, value: object) -> object:
 
 
 def members_of(value: object) -> dict[str, Any]:
-    """The members of an object; of anything else none."""
     return cast(dict[str, Any], value) if isinstance(value, dict) else {}
 
 

@@ -1,7 +1,6 @@
-"""The fields that several endpoints that generate accept, in bodies that extend each other;
-sampling fields are those of `request.PARAMETERS`. Invariant: every value is used, or has no effect
-by its meaning, or is refused by name.
-"""
+"""Fields that several generating endpoints accept, in bodies that extend each other; sampling
+fields are those of `request.PARAMETERS`. Invariant: every value is used, has no effect by its
+meaning, or is refused by name."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -104,7 +103,6 @@ _BIAS = Number(BIAS.low, BIAS.high)
     }
 )
 def logit_bias(name: str, value: object) -> dict[int, float]:
-    """An object from token ids (as strings) to biases."""
     entries = checked_dict(name, value, "an object from token ids to biases")
     if len(entries) > MAX_BIASES:
         raise invalid_value(
@@ -234,8 +232,7 @@ def sampling_type(name: str) -> FieldType[Any]:
 
 
 class SamplingField(Field[Any]):
-    """One of `SamplingParams`, whose declaration is the field's. `sets`: its name there, where that
-    is another one."""
+    """Declared as in `SamplingParams`; `sets`: its name there, if another."""
 
     def __init__(self, help: str = "", *, sets: str = "", is_required: bool = False) -> None:
         super().__init__(Boolean(), help, is_required=is_required, effect=Effect.SAMPLING)

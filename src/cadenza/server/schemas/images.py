@@ -1,8 +1,5 @@
-"""Images in bodies: the parts that each API has for them, checked into `ImageInput`s.
-
-Knows no pixels: a URL or base64 is kept as it is, until the whole request is known. Invariant: an
-image's place in the body is known where it is read, so that an error can say it.
-"""
+"""Images in bodies: each API's parts, checked into `ImageInput`s; URLs and base64 stay until the
+whole request is known. Invariant: an image's place in the body is known, for errors."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
@@ -42,7 +39,6 @@ DETAIL_HELP = "How closely the model looks: auto, low or high; original is high.
 
 @field_type(OneOf(tuple(_DETAILS)).schema())
 def detail_type(name: str, value: object) -> Detail:
-    """How closely an image is looked at."""
     if isinstance(value, str) and value in _DETAILS:
         return _DETAILS[value]
     raise refuse(name, value, f"one of {', '.join(_DETAILS)}")
@@ -184,8 +180,8 @@ def seen_content(images: Sequence[ImageInput], text: str) -> Content:
 
 
 def content_of(parts: Sequence[Part]) -> Content:
-    """The content of a message: one text where there is no image, its parts being lines; otherwise
-    parts, in which texts that follow each other are one."""
+    """One text where there is no image (parts as lines); otherwise parts, with adjacent texts
+    joined."""
     if not has_images(parts):
         return "\n".join(cast(Sequence[str], parts))
     made: list[dict[str, Any]] = []
@@ -200,7 +196,6 @@ def content_of(parts: Sequence[Part]) -> Content:
 
 
 def content_parts(content: Content) -> list[Part]:
-    """The parts of which `content_of` made a content."""
     if isinstance(content, str):
         return [content]
     return [part["image"] if part["type"] == "image" else part["text"] for part in content]

@@ -1,7 +1,5 @@
-"""The JSON of a request's body: decoded, or refused at the place where it is wrong or too deep.
-
-Invariant: an error names the line, the column, and what was found there.
-"""
+"""A body's JSON: decoded, or refused where it is wrong or too deep. Invariant: an error names the
+line, the column, and what was found there."""
 
 import json
 import re
@@ -36,10 +34,8 @@ _KINDS = {"list": "a list", "str": "a text", "bool": "true or false", "NoneType"
 
 
 def read_json(body: bytes) -> dict[str, Any]:
-    """A JSON object nested at most `MAX_JSON_DEPTH` deep. Raises ApiError (400).
-
-    Its numbers may still be NaN or of any size, so that the field they stand in can be named.
-    """
+    """Nested at most `MAX_JSON_DEPTH`; numbers may be NaN or of any size, so that errors name their
+    field. Raises ApiError (400)."""
     try:
         value = _decode(body)
     except RecursionError:

@@ -1,7 +1,6 @@
 """The fields of /v1/messages: roles, content blocks and objects, as in Anthropic's Messages API.
 Invariant: what was checked is in the messages that follow from it, but for labels; what is not
-built is refused by its name.
-"""
+built is refused by its name."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
@@ -54,8 +53,8 @@ from cadenza.server.schemas.turns import (
 from cadenza.structured import StructuredOutput
 
 BILLING_LABEL = "x-anthropic-billing-header:"
-"""What a coding agent's first system block begins with; it is a label that differs in each request,
-so that it would keep every prefix from being shared."""
+"""Begins a coding agent's first system block; it differs in each request and would prevent shared
+prefixes."""
 
 _SERVER_TOOLS = (
     "web_search web_fetch code_execution bash_code_execution text_editor_code_execution "
@@ -309,8 +308,7 @@ class OutputConfig(DeclaredObject):
 
 @field_type(NULL)
 def no_thread(name: str, value: object) -> None:
-    """`thread`: a conversation that the server holds; clients then send the whole of it instead,
-    which the error's details ask them to."""
+    """`thread`: a server-held conversation; the error's details ask clients to send all of it."""
     del value
     error = not_built(name, "a conversation that the server holds")
     error.details = {"error_code": "thread_unsupported_request", "unsupported": [name]}

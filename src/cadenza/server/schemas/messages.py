@@ -1,8 +1,5 @@
-"""Messages of chats, checked and converted for a chat template; and how they are rendered.
-
-Invariant: a checked message holds a role and a text, or texts and images, and nothing that the
-engine would ignore silently.
-"""
+"""Messages of chats, checked and converted for a chat template. Invariant: a checked message holds
+a role and text or images, and nothing that the engine would ignore silently."""
 
 import json
 from dataclasses import dataclass
@@ -56,8 +53,7 @@ ROLES = {
     "tool": "tool",
     "function": "tool",
 }
-"""The roles that a template gets; `developer` is the newer name of `system`, and `tool` that of
-`function`."""
+"""As templates get them; `developer` is the newer name of `system`, `tool` that of `function`."""
 
 _NOT_BUILT_PARTS = (
     "image_embeds",
@@ -133,7 +129,6 @@ def _content_schema() -> Schema:
 
 
 def _seen_schema() -> Schema:
-    """Of what a message has: a text, or parts, some of which may be images."""
     declared = (TextPart, *IMAGE_PARTS.values())
     parts = array_schema({"anyOf": [part.object_schema() for part in declared]})
     return {"anyOf": [{"type": "string"}, parts]}
@@ -141,7 +136,6 @@ def _seen_schema() -> Schema:
 
 @field_type(_content_schema)
 def _content(name: str, value: object) -> str:
-    """A text, or text parts, which become lines of one text."""
     if isinstance(value, list):
         found = content_of(_parts(name, name, cast(list[object], value)))
         if not isinstance(found, str):
@@ -171,7 +165,6 @@ def _prediction_schema() -> Schema:
 
 @field_type(_prediction_schema)
 def predicted_content(name: str, value: object) -> str:
-    """`prediction`: the text that much of the answer is expected to repeat."""
     given = members_of(value)
     if given.keys() != {"type", "content"} or given["type"] != "content":
         raise refuse(name, value, 'an object {"type": "content", "content": …}')
@@ -198,8 +191,8 @@ def _tool_calls(name: str, value: object) -> list[dict[str, Any]]:
 
 
 def _tool_call(name: str, item: object) -> dict[str, Any]:
-    """A call as templates know it. It is what a model once wrote: a name that is missing is empty,
-    and arguments that are no JSON object stay the text that they are."""
+    """As templates know it, and as a model once wrote it: a missing name is empty, arguments that
+    are no JSON object stay text."""
     if not isinstance(item, dict):
         raise invalid_value(f"{name} has a tool call {show(item)}; a call is an object", name)
     call = cast(dict[str, Any], item)
@@ -220,8 +213,7 @@ def _tool_call(name: str, item: object) -> dict[str, Any]:
 
 
 def read_arguments(given: object) -> dict[str, Any] | str:
-    """A call's arguments as an object, or as the given text if they are none; without any, an empty
-    object."""
+    """As an object; the given text if they are none; empty without any."""
     value = given
     if isinstance(given, str):
         try:
@@ -255,7 +247,6 @@ class ChatMessage(DeclaredObject):
 
 @field_type(lambda: array_schema(ChatMessage.object_schema(), 1, MAX_MESSAGES))
 def chat_messages(name: str, value: object) -> tuple[dict[str, Any], ...]:
-    """The field `messages`."""
     items = checked_list(name, value, "a list of messages", (1, MAX_MESSAGES))
     return tuple([_message(name, place, item) for place, item in enumerate(items)])
 
@@ -269,10 +260,7 @@ _VARIABLES = AnyJson(max_chars=64 << 10)
 
 @field_type({"type": "object", "properties": dict.fromkeys(_OWN_FIELDS, NULL)})
 def _template_variables(name: str, value: object) -> dict[str, object]:
-    """`chat_template_kwargs`: further variables of the chat template.
-
-    Those that the template does not read have no effect.
-    """
+    """`chat_template_kwargs`: those that the template does not read have no effect."""
     given = checked_dict(name, value, "an object of the chat template's variables")
     variables = _without_nulls(given)
     for key in _OWN_FIELDS:
@@ -287,7 +275,6 @@ def _template_variables(name: str, value: object) -> dict[str, object]:
 
 
 def template_variables() -> Field[dict[str, object]]:
-    """The field `chat_template_kwargs`."""
     help = "Variables of the model's chat template, such as enable_thinking; others are ignored."
     return optional(_template_variables, help, default=dict[str, object]())
 
@@ -357,8 +344,8 @@ def _parts_of(message: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _given_calls(message: dict[str, Any], parts: list[dict[str, Any]]) -> object:
-    """The calls under whatever name a message has them; parts of content repeat those of
-    `tool_calls` in some libraries, and stand alone in others."""
+    """Under any of their names; content parts repeat `tool_calls` in some libraries, and stand
+    alone in others."""
     if message.get("tool_calls"):
         return message["tool_calls"]
     if "function_call" in message:

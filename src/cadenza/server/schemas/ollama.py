@@ -1,8 +1,5 @@
-"""The fields of Ollama's bodies, checked into what the other APIs' fields are checked into.
-
-Invariant: an option that would change an answer is followed, or refused by name; what says how a
-model is loaded is a label.
-"""
+"""Ollama's fields, checked into what the other APIs' are. Invariant: an option that would change an
+answer is followed, or refused by name; how a model is loaded is a label."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar, cast
@@ -78,7 +75,6 @@ class OptionFields(DeclaredObject):
 
 @field_type(OptionFields.object_schema)
 def ollama_options(name: str, value: object) -> dict[str, Any]:
-    """`options`, checked into values of `SamplingParams` by their names."""
     options: dict[str, Any] = {**ObjectOf(OptionFields).check(name, value).values}
     num_tokens = options.pop("num_predict", _UNBOUNDED)
     if num_tokens > _UNBOUNDED:
@@ -112,7 +108,6 @@ def think_type(name: str, value: object) -> str:
 
 @field_type(OLLAMA_IMAGES)
 def prompt_images(name: str, value: object) -> list[ImageInput]:
-    """`images` of a prompt."""
     return ollama_images(name, name, value)
 
 
@@ -133,11 +128,8 @@ _MESSAGE = object_schema(
 
 @field_type(array_schema(_MESSAGE))
 def ollama_messages(name: str, value: object) -> tuple[dict[str, Any], ...]:
-    """`messages`, checked into those of chat; an empty list asks for no answer.
-
-    Ollama's calls have no ids, which some templates need: they are numbered, and results take the
-    numbers of the calls that they follow.
-    """
+    """`messages`, checked into chat's; an empty list asks for no answer. Calls without ids, which
+    some templates need, are numbered, and results after them."""
     if not isinstance(value, list):
         raise refuse(name, value, "a list of messages")
     items, numbers = cast(list[object], value), _CallNumbers()

@@ -1,8 +1,6 @@
-"""Fields of other engines' requests that change an answer: vLLM's, SGLang's, llama.cpp's, LM
-Studio's, Ollama's, TGI's, TabbyAPI's and OpenRouter's. Each is an alias, or is refused by its name
-unless its value asks for nothing. Invariant: no request is answered as if such a field were not
-there.
-"""
+"""Other engines' request fields that change an answer (vLLM, SGLang, llama.cpp, LM Studio, Ollama,
+TGI, TabbyAPI, OpenRouter): each an alias, or refused by name unless its value asks for nothing.
+Invariant: no request is answered as if such a field were absent."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -27,7 +25,6 @@ _INLINED = ("extra_body", "options")
 
 @field_type({"type": "object"})
 def any_object(name: str, value: object) -> dict[str, Any]:
-    """Any object."""
     return checked_dict(name, value)
 
 
@@ -36,7 +33,6 @@ def _each(names: str, what: str, *harmless: object) -> dict[str, Field[Any]]:
 
 
 def _names_of_parameters() -> dict[str, Field[Any]]:
-    """Other names of sampling parameters, for what a body calls each of them."""
     found: dict[str, Field[Any]] = {}
     for name, each in PARAMETERS.items():
         declared = (name, *each.renamed)

@@ -1,8 +1,6 @@
-"""The fields of /v1/responses: input items, and the objects of the answer's text and reasoning.
-
-Invariant: an item that was checked is an object that the API can return; of reasoning that has both
-a summary and a text, `messages_of` takes the text.
-"""
+"""Fields of /v1/responses: input items, and objects of text and reasoning. Invariant: a checked
+item can be returned by the API; of reasoning with summary and text, `messages_of` takes the
+text."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -254,7 +252,6 @@ def _shown_parts(
 
 
 def _shown_output(given: Sequence[str | dict[str, Any]]) -> str | list[dict[str, Any]]:
-    """A text, or parts where there is an image among them."""
     texts = [part for part in given if isinstance(part, str)]
     return "\n".join(texts) if len(texts) == len(given) else _shown_parts(given, "input_text", {})
 
@@ -324,7 +321,6 @@ INCLUDABLE = (
 
 @field_type(array_schema(OneOf(INCLUDABLE).schema()))
 def includes(name: str, value: object) -> tuple[str, ...]:
-    """Further content of the answer."""
     if not isinstance(value, list):
         raise refuse(name, value, "a list of texts")
     for item in cast(list[object], value):
@@ -356,7 +352,7 @@ _FORMAT_SCHEMA = object_schema(
 
 @field_type(_FORMAT_SCHEMA)
 def text_format(name: str, value: object) -> AskedForm:
-    """`text.format`: as `response_format`, but that a schema's members lie beside the type."""
+    """`text.format`: as `response_format`, but that a schema's members are next to the type."""
     given = checked_dict(name, value, _FORMATS)
     members = {key: item for key, item in given.items() if item is not None}
     kind = members.pop("type", None)

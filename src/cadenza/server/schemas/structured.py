@@ -1,8 +1,5 @@
-"""The fields of a body that ask for a form of the answer, each checked into a `StructuredOutput`.
-
-What a schema or an expression may hold is decided where it is compiled. Invariant: a field that
-asks for a form is followed or refused.
-"""
+"""Fields that ask for a response format, each checked into a `StructuredOutput`; grammars check the
+content. Invariant: such a field is followed or refused."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar, cast, get_args
@@ -63,11 +60,8 @@ _FORMAT = object_schema(
 
 @field_type(_FORMAT)
 def answer_format(name: str, value: object) -> StructuredOutput | None:
-    """`response_format`: text (None), any JSON object, or JSON of a schema; TGI has a schema or an
-    expression as `value`.
-
-    With `strict`, a schema with keywords that no grammar holds is refused.
-    """
+    """`response_format`: text (None), any JSON object, or JSON of a schema; TGI has a `value`. With
+    `strict`, keywords that no grammar holds are refused."""
     given = checked_dict(name, value, _FORMATS)
     members = {key: item for key, item in given.items() if item is not None}
     kind = members.pop("type", None)
@@ -114,7 +108,6 @@ def json_schema(name: str, value: object) -> object:
 
 @field_type(array_schema({"type": "string", "minLength": 1}, 1))
 def choice_texts(name: str, value: object) -> object:
-    """A list of texts."""
     if isinstance(value, list):
         return cast(object, value)
     raise refuse(name, value, "a list of texts")
@@ -157,7 +150,6 @@ def one_form(name: str, value: object) -> StructuredOutput:
 
 
 def guided(member: str) -> CheckedBy[StructuredOutput]:
-    """One of vLLM's older fields, such as `guided_regex`."""
     kind = MEMBERS[member]
 
     def check(name: str, value: object) -> StructuredOutput:

@@ -1,7 +1,5 @@
-"""The fields that turn thinking on and off, say how much, and bound it; and verbosity. Invariant:
-fields that ask for different things are refused, so that none of them is passed over; an effort
-never asks for more than the model gives.
-"""
+"""Fields that switch and bound thinking, and verbosity. Invariant: contradicting fields are
+refused; an effort never asks for more than the model gives."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -37,13 +35,12 @@ EFFORTS: Mapping[str, int | None] = {
     "xhigh": None,
     "max": None,
 }
-"""Each with the most tokens of thinking that it means if the chat template has no efforts of its
-own; None: no bound. With `none` the template's switch turns thinking off."""
+"""Each with its bound on thinking tokens where the chat template has no efforts; None: no bound.
+`none`: the template's switch off."""
 
 
 def nearest_effort(effort: str, known: Sequence[str]) -> str:
-    """The one of those that a model knows, the least first, that is next to it; itself where the
-    model takes any."""
+    """The nearest effort that a model knows (in ascending order); itself where it takes any."""
     if not known or effort in known:
         return effort
     order = [*EFFORTS]
@@ -168,7 +165,7 @@ class ThinkingSwitches(Body):
         )
 
     def bound_field(self) -> str | None:
-        """The field that bounds thinking, beside `thinking_token_budget`."""
+        """The field that bounds thinking, besides `thinking_token_budget`."""
         bounds = (name for name, each in self._switches().items() if each.max_tokens is not None)
         return next(bounds, None)
 

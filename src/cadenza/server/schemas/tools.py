@@ -1,8 +1,6 @@
-"""Tools, as chats, responses, messages and Ollama's bodies have them, checked into a `ToolUse`:
-custom ones and those in namespaces become functions, which a chat template knows. Invariant: a tool
-that is chosen is one of the tools; a call is returned under the name and in the form that the
-client gave.
-"""
+"""Tools of all APIs, checked into a `ToolUse`: custom and namespaced ones become functions for the
+chat template. Invariant: a chosen tool is one of the tools; a call is returned under the client's
+name and in its form."""
 
 import json
 import re
@@ -106,7 +104,6 @@ def flat_name(namespace: str | None, name: str) -> str:
 
 
 def text_of_input(arguments: str) -> str:
-    """The text that a custom tool is called with."""
     try:
         found = members_of(json.loads(arguments)).get(_INPUT)
     except ValueError:
@@ -115,7 +112,6 @@ def text_of_input(arguments: str) -> str:
 
 
 def arguments_of_input(text: str) -> str:
-    """The arguments of a call with a text."""
     return json.dumps({_INPUT: text}, ensure_ascii=False)
 
 
@@ -186,19 +182,16 @@ def _checked_tools(
 
 @field_type(lambda: array_schema(_nested_schema()))
 def function_tools(name: str, value: object) -> tuple[Tool, ...]:
-    """A list of functions."""
     return _checked_tools(name, value, _nested_function)
 
 
 @field_type(lambda: array_schema(_chat_schema()))
 def chat_tools(name: str, value: object) -> tuple[Tool, ...]:
-    """`tools` of a chat: functions, and custom tools."""
     return _checked_tools(name, value, _nested_tool)
 
 
 @field_type(lambda: array_schema(_response_schema()))
 def response_tools(name: str, value: object) -> tuple[ResponseTool, ...]:
-    """`tools` of a response: functions, custom tools, and namespaces of functions."""
     items: object = value
     if isinstance(value, list):
         items = [*_flattened(name, cast(list[object], value))]
@@ -207,8 +200,7 @@ def response_tools(name: str, value: object) -> tuple[ResponseTool, ...]:
 
 @field_type(lambda: array_schema(_message_schema()))
 def message_tools(name: str, value: object) -> tuple[Tool, ...]:
-    """`tools` of a message: those of the client; those that only Anthropic's servers run are left
-    out."""
+    """Those of the client, without those that only Anthropic's servers run."""
     items: object = value
     if isinstance(value, list):
         items = [each for each in cast(list[object], value) if not _is_run_by_anthropic(name, each)]
@@ -228,7 +220,6 @@ _SPACE = "namespace of the tool"
 
 
 def _flattened(name: str, value: list[object]) -> Iterator[object]:
-    """The tools, those of a namespace in its place, without those that are run elsewhere."""
     for item in value:
         members = members_of(item)
         kind = members.get("type")
@@ -282,7 +273,7 @@ def _parameters_of(name: str, function: Mapping[str, Any]) -> object:
 
 
 def _flat_tool(name: str, members: dict[str, Any]) -> ResponseTool:
-    """A function whose members lie beside its type, or a custom tool."""
+    """A function whose members are next to its type, or a custom tool."""
     own = {key: value for key, value in members.items() if key != _SPACE}
     space = cast(dict[str, Any] | None, members.get(_SPACE))
     if own.get("type") == "custom":
@@ -360,7 +351,6 @@ def _grammar(name: str, form: dict[str, Any]) -> InputGrammar:
 
 
 def _described(grammar: InputGrammar) -> Mapping[str, Any]:
-    """The parameters of a tool with a grammar, which the description shows to the model."""
     what = "a grammar in Lark's notation" if grammar.syntax == "lark" else "an expression"
     told = f"A text that matches {what}:\n{grammar.definition}"
     return {**_TEXT_INPUT, "properties": {_INPUT: {"type": "string", "description": told}}}
@@ -377,8 +367,7 @@ def _as_response_tool(tool: Tool, **facts: Any) -> ResponseTool:
 
 
 def _make_tool(field: str, members: Mapping[str, Any], parameters: object) -> Tool:
-    """A checked tool of the given name, description and strictness. Raises ApiError (400) naming
-    the field."""
+    """Of the given name, description and strictness. Raises ApiError (400) naming the field."""
     name, description, strict = (members.get(key) for key in ("name", "description", "strict"))
     if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARS or set(name) - _NAME_CHARS:
         raise invalid_value(
@@ -415,8 +404,8 @@ def _check_type(name: str, members: Mapping[str, Any], known: str) -> None:
 
 
 def _check_members(name: str, members: Mapping[str, Any], *known: str) -> None:
-    """Raises ApiError (400) naming a member of a tool that asks for what is not built, or one that
-    is not known where the policy refuses it or its name is near a known one."""
+    """Raises ApiError (400) naming a member that is not built, or unknown and refused by the
+    policy, or near a known name."""
     for member, (what, harmless) in _UNSUPPORTED_MEMBERS.items():
         if members.get(member) not in (None, harmless):
             raise not_built(name, f"{what} ({member})", (harmless,))
@@ -439,8 +428,8 @@ _OTHER_WORDS = {"any": "required"}
 def _choice_type(
     required: tuple[str, ...], named_in: Callable[[dict[str, Any]], dict[str, Any]]
 ) -> CheckedBy[str]:
-    """none, auto, required, or an object with the `required` members, whose tool's name `named_in`
-    finds; checked into `none`, `auto`, `required`, or its name behind a colon."""
+    """none, auto, required, or an object with the `required` members; checked into these words or
+    the tool's name after a colon."""
     named: Schema = {"type": "object", "required": [*required]}
 
     @field_type({"anyOf": [OneOf((*CHOICES, *_OTHER_WORDS)).schema(), named]})
@@ -459,7 +448,7 @@ def _choice_type(
 
 
 def _named_function(members: dict[str, Any]) -> dict[str, Any]:
-    """The object with the tool's name, which some clients write beside the type."""
+    """The object with the tool's name, which some clients write next to the type."""
     kind = str(members.get("type"))
     return members_of(members[kind]) if kind in members else members
 
@@ -484,7 +473,6 @@ class AskedChoice:
 
 @field_type(_ChoiceMembers.object_schema)
 def message_tool_choice(name: str, value: object) -> AskedChoice:
-    """Which tool of a message is called."""
     members = ObjectOf(_ChoiceMembers).check(name, value)
     kind, tool = members.type, members.name
     if kind is None or (kind == "tool") != (tool is not None):

@@ -1,8 +1,5 @@
-"""The chat messages that items and content blocks become, and the texts and images in these.
-
-Invariant: reasoning, text and calls of one turn are one assistant's message; a call's result names
-the function that was called, if the call is in the conversation.
-"""
+"""Chat messages from items and content blocks. Invariant: reasoning, text and calls of one turn are
+one assistant's message; a call's result names its function, if the call is in the conversation."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -101,7 +98,6 @@ class ConversationBuilder:
         self.messages.append({"role": role, "content": content})
 
     def new_turn(self) -> Message:
-        """An assistant's message without a text yet."""
         self.add("assistant", "")
         return self.messages[-1]
 
@@ -117,15 +113,14 @@ class ConversationBuilder:
         turn.setdefault("tool_calls", []).append(call)
 
     def add_result(self, call_id: str, content: Content) -> None:
-        """The result of a call, which a client may have left out of the conversation."""
         named = {"name": self._called[call_id]} if call_id in self._called else {}
         result = {"role": "tool", "tool_call_id": call_id, **named, "content": content}
         self.messages.append(result)
 
 
 def with_system(system: str | None, messages: Sequence[Message]) -> list[Message]:
-    """The messages behind a system text; leading system messages become one, which is what many
-    chat templates have room for. One with images stays as it is."""
+    """After a system text; leading system messages become one, as many templates need, except with
+    images."""
     texts = [] if not system else [system]
     place = 0
     while place < len(messages) and messages[place]["role"] in ("system", "developer"):

@@ -1,7 +1,6 @@
-"""`UnknownMembers`: what becomes of the members of a request that nothing declares; `IgnoredNames`:
-the header and the log lines about them. Invariant: a member that was not refused is either declared
-or among the ignored names, as far as there is room for them.
-"""
+"""`UnknownMembers`: undeclared members of a request; `IgnoredNames`: their header and log lines.
+Invariant: a member that was not refused is either declared or among the ignored names, as far as
+there is room for them."""
 
 import logging
 from collections.abc import Generator, Iterable, Sequence
@@ -39,8 +38,8 @@ class UnknownMembers:
         return tuple(self._ignored)
 
     def suggestion(self, place: str, name: str, known: Iterable[str]) -> str | None:
-        """The known name of the field `place` that may be meant. Raises ApiError (400) where a
-        request has so many unknown names that comparing them would take long."""
+        """The known name that may be meant. Raises ApiError (400) where a request has too many
+        unknown names to compare."""
         if self.policy == "ignore":
             return None
         if (place, name) not in self._compared:
@@ -74,8 +73,8 @@ def unknown_members() -> UnknownMembers:
 
 
 def near_name(name: str, known: Iterable[str]) -> str | None:
-    """The known name of which `name` may be a misspelling: equal but for case and separators, or
-    one edit away, two for long names. Short names are near nothing by edits: there are too many."""
+    """Equal but for case and separators, or one edit away, two for long names; short names have no
+    edits."""
     wanted = _plain(name[: 2 * MAX_SHOWN_NAME_CHARS])
     letters = frozenset(wanted)
     most = 0 if len(wanted) < _SHORT_NAME_CHARS else 1 if len(wanted) < _LONG_NAME_CHARS else 2
@@ -100,7 +99,6 @@ def _plain(name: str) -> str:
 
 
 def _edits(left: str, right: str) -> int:
-    """Insertions, deletions, replacements and swaps of neighbours between two texts."""
     before: list[int] = []
     row = list(range(len(right) + 1))
     for place, letter in enumerate(left, 1):
