@@ -192,11 +192,11 @@ HOSTILE: dict[str, tuple[File | bytes, str]] = {
     "strings without end": (metadata(("a", Items(STRING, ["x"], count=1 << 40))), "claims"),
     "a string of an array behind the end": (
         metadata(("a", Raw(ARRAY, struct.pack("<IQQ", STRING, 3, 64) + bytes(66)))),
-        "string 1 of 'a' ends behind the file's 128 bytes",
+        "string 1 of 'a' ends after the file's 128 bytes",
     ),
     "a string of an array without end": (
         metadata(("a", Raw(ARRAY, struct.pack("<IQQ", STRING, 1, HUGE) + bytes(32)))),
-        "string 0 of 'a' ends behind",
+        "string 0 of 'a' ends after",
     ),
     "a string of an array that is not text": (
         metadata(("a", Items(STRING, [b"ok", b"\xc3"]))),
@@ -241,7 +241,7 @@ HOSTILE: dict[str, tuple[File | bytes, str]] = {
     "an offset without end": (second_tensor(offset=HUGE - 31), "it must be at 32"),
     "an offset that is not aligned": (second_tensor(offset=24), "it must be at 32"),
     "tensors over each other": (second_tensor(offset=0), "it must be at"),
-    "a hole between tensors": (second_tensor(offset=64), "it must be at 32, behind"),
+    "a hole between tensors": (second_tensor(offset=64), "it must be at 32, after"),
     "a first tensor that is not first": (first_tensor(offset=64), "it must be at 0"),
     "cut in the data": (small_file().encode()[:-1], "it was cut"),
     "cut in the tensor list": (small_file().encode()[: LENGTH - 80], "the file has|has bytes for"),

@@ -406,7 +406,7 @@ def _mtp_prefixes(config: ModelConfig) -> tuple[str, ...]:
     if layout is None:
         return ()
     return tuple(
-        layout.owned.format(layer=layer, place=config.num_layers + layer) for layer in range(count)
+        layout.owned.format(layer=layer, index=config.num_layers + layer) for layer in range(count)
     )
 
 

@@ -242,18 +242,18 @@ class _Fetching:
         self, api: "HfApi", commit: str, paths: list[str], sizes: Mapping[str, int]
     ) -> Path:
         fetched = [
-            self._download(api, commit, path, sizes, place=f"{number} of {len(paths)}: ")
+            self._download(api, commit, path, sizes, progress=f"{number} of {len(paths)}: ")
             for number, path in enumerate(paths, start=1)
         ]
         return fetched[0]
 
     def _download(
-        self, api: "HfApi", commit: str, path: str, sizes: Mapping[str, int], place: str = ""
+        self, api: "HfApi", commit: str, path: str, sizes: Mapping[str, int], progress: str = ""
     ) -> Path:
         is_shown = sys.stderr.isatty()
         target = self.storage / "snapshots" / commit / path
         if not is_shown and not target.exists():
-            self.hub.report(f"fetching {place}{path} ({show_size(sizes[path])})")
+            self.hub.report(f"fetching {progress}{path} ({show_size(sizes[path])})")
         download = cast(Callable[..., str], api.hf_hub_download)  # pyright: ignore[reportUnknownMemberType]
         with self._explained():
             fetched = download(

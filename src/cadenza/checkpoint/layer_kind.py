@@ -42,7 +42,7 @@ class LatentShape:
     # of the latent from which queries are made; None for queries of the input
     query_rank: int | None
     plain_size: int  # values of a head's query and key that are not rotated
-    rotary_size: int  # those that are, which come behind them
+    rotary_size: int  # those that are, which come after them
     value_size: int  # of a head's value
     # values 2 i and 2 i + 1 are rotated together, as they are stored; else i and i + rotary_size /
     # 2

@@ -46,7 +46,7 @@ class TensorNames:
 
     final_norm: str = "model.norm"
     # mixer_norm, mlp_norm: the norms before the token mixer and before the MLP, in families without
-    # norms behind them
+    # norms after them
     mixer_norm: str = "input_layernorm"
     mlp_norm: str = "post_attention_layernorm"
     query_norm: str = "q_norm"
@@ -159,7 +159,7 @@ class ModelConfig:
     has_fused_tensors: bool = False
     has_value_norm: bool = False  # values have the RMS norm of each head, without a weight
     layer_inputs: LayerInputsConfig | None = None  # per-layer embeddings; None without them
-    has_layer_scales: bool = False  # the stream is multiplied by a stored number behind each layer
+    has_layer_scales: bool = False  # the stream is multiplied by a stored number after each layer
     # attention's output is multiplied by the sigmoid of a projection of its input, which is stored
     # with the queries: for each head, its query and then its gate
     has_attention_gate: bool = False
@@ -264,11 +264,11 @@ class ModelConfig:
                 shape = (*self.heads_of(kind).kv_shape, kind.latent is None)
                 layers.setdefault(shape, []).append(index)
         return tuple(
-            KVGroup(num_kv_heads=heads, head_dim=size, layers=tuple(places), has_values=has_values)
-            for (heads, size, has_values), places in layers.items()
+            KVGroup(num_kv_heads=heads, head_dim=size, layers=tuple(indices), has_values=has_values)
+            for (heads, size, has_values), indices in layers.items()
         )
 
-    def kv_place(self, index: int) -> tuple[int, int]:
+    def kv_index(self, index: int) -> tuple[int, int]:
         """The group of the keys and values that a layer attends to, and their index in it."""
         source = self.layer_kinds[index].kv_source
         index = index if source is None else source

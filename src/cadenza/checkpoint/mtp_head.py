@@ -104,7 +104,7 @@ def stored_name(config: ModelConfig, name: str, layer: int) -> str:
     stored = (
         f"{around[name]}.weight" if name in around else layout.block + name.removeprefix(_LAYER)
     )
-    return stored.format(layer=layer, place=config.num_layers + layer)
+    return stored.format(layer=layer, index=config.num_layers + layer)
 
 
 def _check_copies(config: ModelConfig, weights: Weights) -> set[str]:
@@ -114,7 +114,7 @@ def _check_copies(config: ModelConfig, weights: Weights) -> set[str]:
     assert layout is not None, "the model has no MTP layers"
     head = EMBEDDING if config.tie_word_embeddings else HEAD
     copies = {
-        f"{name}.weight".format(layer=0, place=config.num_layers): own
+        f"{name}.weight".format(layer=0, index=config.num_layers): own
         for name, own in ((layout.embedding, EMBEDDING), (layout.head, head))
         if name is not None
     }
@@ -132,9 +132,9 @@ def _of_first_layer(config: ModelConfig, weights: Weights) -> Iterator[str]:
     """The stored names of the first MTP layer, and of what all of them share."""
     layout = config.mtp_layout
     assert layout is not None, "the model has no MTP layers"
-    owned = layout.owned.format(layer=0, place=config.num_layers)
+    owned = layout.owned.format(layer=0, index=config.num_layers)
     others = tuple(
-        layout.block.format(layer=layer, place=config.num_layers + layer)
+        layout.block.format(layer=layer, index=config.num_layers + layer)
         for layer in range(1, config.num_mtp_layers)
     )
     for name in weights:

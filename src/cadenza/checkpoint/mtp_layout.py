@@ -1,5 +1,5 @@
 """How the MTP layers (multi-token prediction) of a family are stored and fed: `MTPLayout`. Names
-are without `.weight`; `{layer}` in them is the number of the MTP layer, and `{place}` that number
+are without `.weight`; `{layer}` in them is the number of the MTP layer, and `{index}` that number
 counted on from the decoder's layers."""
 
 from dataclasses import dataclass
@@ -63,17 +63,17 @@ QWEN_MTP = MTPLayout(
 # before
 DEEPSEEK_MTP = MTPLayout(
     count_key="num_nextn_predict_layers",
-    owned="model.layers.{place}.",
-    block="model.layers.{place}.",
-    hidden_norm="model.layers.{place}.hnorm",
-    embedding_norm="model.layers.{place}.enorm",
-    input_proj="model.layers.{place}.eh_proj",
-    final_norm="model.layers.{place}.shared_head.norm",
+    owned="model.layers.{index}.",
+    block="model.layers.{index}.",
+    hidden_norm="model.layers.{index}.hnorm",
+    embedding_norm="model.layers.{index}.enorm",
+    input_proj="model.layers.{index}.eh_proj",
+    final_norm="model.layers.{index}.shared_head.norm",
     puts_hidden_first=False,
     takes_normed=True,
     zeroes_first=True,
-    embedding="model.layers.{place}.embed_tokens",
-    head="model.layers.{place}.shared_head.head",
+    embedding="model.layers.{index}.embed_tokens",
+    head="model.layers.{index}.shared_head.head",
 )
 
 MTP_LAYOUTS = (MIMO_MTP, QWEN_MTP, DEEPSEEK_MTP)

@@ -28,8 +28,8 @@ def by_rules(rules: Iterable[NameRule]) -> Callable[[str], str | None]:
 
 def _compile(stored: str) -> tuple[str, re.Pattern[str]]:
     """The start of the names that a rule may fit, and their pattern."""
-    before, _, behind = stored.removesuffix(REST).partition(LAYER)
+    before, _, after = stored.removesuffix(REST).partition(LAYER)
     layer = r"(?P<layer>\d{1,4})" if LAYER in stored else "(?P<layer>)"
     rest = "(?P<rest>.*)" if stored.endswith(REST) else "(?P<rest>)"
-    pattern = f"{re.escape(before)}{layer}{re.escape(behind)}{rest}"
+    pattern = f"{re.escape(before)}{layer}{re.escape(after)}{rest}"
     return before, re.compile(pattern, re.DOTALL)

@@ -70,8 +70,8 @@ def read_score_head(raw: JsonObject, config: ModelConfig, weights: Weights) -> S
 
 def _activation(raw: JsonObject) -> str:
     for section, key in _ACTIVATIONS:
-        place = raw if section is None else raw.child(section)
-        found = None if place is None else place.text(key)
+        settings = raw if section is None else raw.child(section)
+        found = None if settings is None else settings.text(key)
         if found:
             return found
     return ""

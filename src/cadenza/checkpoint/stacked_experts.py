@@ -54,13 +54,13 @@ class Stack:
         inner = (num_out, num_in) if self.order == "outputs" else (num_in, num_out)
         return len(self.experts), *(inner if self.suffix == "weight" else (num_out,))
 
-    def places(self, expert: int) -> list[tuple[LinearSpec, slice]]:
+    def outputs_of(self, expert: int) -> list[tuple[LinearSpec, slice]]:
         """The linears of an expert, and which outputs are theirs."""
         linears, found, start = self.experts[expert], list[tuple[LinearSpec, slice]](), 0
         for index, each in enumerate(linears):
-            in_turn = slice(index, None, len(linears))
-            behind = slice(start, start + each.num_out)
-            found.append((each, in_turn if self.order == "in_turn" else behind))
+            alternating = slice(index, None, len(linears))
+            consecutive = slice(start, start + each.num_out)
+            found.append((each, alternating if self.order == "in_turn" else consecutive))
             start += each.num_out
         return found
 
@@ -117,7 +117,7 @@ def _stacks_of(mixture: Mixture) -> Iterator[list[Stack]]:
         pairs = (tuple(each.format(layer=layer, block=block) for each in pair) for pair in _PAIRS)
         for gate_up, down in dict.fromkeys(pairs):
             yield [Stack(name=gate_up, experts=gate_ups), Stack(name=down, experts=downs)]
-    gates, ups = ([(linears[place],) for linears in gate_ups] for place in (0, 1))
+    gates, ups = ([(linears[index],) for linears in gate_ups] for index in (0, 1))
     columns = {"gate_proj": gates, "up_proj": ups, "down_proj": downs}
     yield [
         Stack(name=f"{block}.{stack}.{column}.{suffix}", experts=own, order="any", suffix=suffix)
@@ -171,15 +171,15 @@ def _split(stack: Stack, entry: StoredTensor) -> dict[str, Stored]:
     _check_shape(stack, entry)
     found: dict[str, Stored] = {}
     for expert in range(len(stack.experts)):
-        part, places = part_of_expert(entry, expert), stack.places(expert)
-        for linear, outputs in places:
+        part, linears = part_of_expert(entry, expert), stack.outputs_of(expert)
+        for linear, outputs in linears:
             name = f"{linear.name}.{stack.suffix}"
             if stack.order == "any":
                 found[name] = replace(part, name=name)
             elif stack.order == "outputs":
                 found[name] = _rows(part, name, outputs)
             else:
-                found[name] = _columns(part, outputs, (linear.num_out, linear.num_in), len(places))
+                found[name] = _columns(part, outputs, (linear.num_out, linear.num_in), len(linears))
     return found
 
 
@@ -234,7 +234,7 @@ def _joined(stack: Stack, parts: dict[str, Part]) -> Part:
     taken = [
         [
             (parts.pop(f"{linear.name}.{stack.suffix}"), outputs)
-            for linear, outputs in stack.places(expert)
+            for linear, outputs in stack.outputs_of(expert)
         ]
         for expert in range(len(stack.experts))
     ]

@@ -249,4 +249,4 @@ class LayerSpec(NamedTuple):
     mlp: MLPSpec
     mlp_post_norm: TensorSpec | None
     inputs: LayerInputSpec | None
-    scale: TensorSpec | None  # [1], of the stream behind the layer
+    scale: TensorSpec | None  # [1], of the stream after the layer

@@ -65,7 +65,7 @@ class TowerLayer(NamedTuple, Generic[V, L, Q]):
 
 
 class Projector(NamedTuple, Generic[V, L]):
-    """One of `TowerConfig.projectors`; the main one has the norm behind the last layer, and what
+    """One of `TowerConfig.projectors`; the main one has the norm after the last layer, and what
     standardizes the reduction's output."""
 
     post_norm: Norm[V] | None

@@ -21,12 +21,12 @@ from cadenza.loading.build import (
     OnPhaseDone,
     build_core,
     open_planned,
-    promise_planned,
     release_tokenizer,
+    reserve_planned,
 )
 from cadenza.loading.engine_plan import EnginePlan
 from cadenza.loading.planned_engine import PlannedEngine
-from cadenza.loading.promised_memory import MemoryPromise
+from cadenza.loading.reserved_memory import MemoryReservation
 from cadenza.sparse_prefill import LOOK_AHEAD_TOKENS
 
 
@@ -59,11 +59,11 @@ class LoadedModel:
     core: EngineCore
     text: TextFrontend
     fingerprint: Fingerprint
-    promise: MemoryPromise
+    reservation: MemoryReservation
 
     def close(self) -> None:
         self.core.close()
-        self.promise.close()
+        self.reservation.close()
         self.text.prompts.close()
 
 
@@ -87,7 +87,7 @@ class PlannedModel:
             checkpoint=self.checkpoint, plan=self.plan, config=config, backends=self.backends
         )
         with ExitStack() as failing, ThreadPoolExecutor(1) as thread:
-            promise = failing.enter_context(closing(promise_planned(self.plan)))
+            reservation = failing.enter_context(closing(reserve_planned(self.plan)))
             # Reads the weights, while they are loaded.
             identity = thread.submit(engine.identity)
             core = build_core(engine, on_phase)
@@ -100,7 +100,7 @@ class PlannedModel:
             core=core,
             text=self.text,
             fingerprint=self.text.with_forms(answers),
-            promise=promise,
+            reservation=reservation,
         )
 
 

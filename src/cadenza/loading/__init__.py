@@ -10,9 +10,9 @@ Modules:
   weights and KV
 - `engine_plan`: those numbers, of a model and of those beside it
 - `memory`: available memory, below the limits of control groups and of the process
-- `promised_memory`: memory that other engines have planned for and not taken yet
+- `reserved_memory`: memory that other engines have reserved and not taken yet
 - `draft`: the plan of a second model, which drafts or scores prompts
-- `sparse_gain`: how much sooner a thinned prompt's first token is predicted to come
+- `sparse_gain`: the predicted gain in time to the first token of a pruned prompt
 - `planned_engine`: a model, its plan and its options, and how its runners are loaded
 - `identity`, `content_digest`: what decides bits, and which keys have it; the digest of the weights
 - `page_folder`: the folder of `--prefix-cache-disk`

@@ -38,7 +38,7 @@ from cadenza.loading.memory import HOST_MEMORY, HostMemory
 from cadenza.loading.page_folder import open_page_folder
 from cadenza.loading.plan import device_share, make_plan
 from cadenza.loading.planned_engine import PlannedEngine, cache_folder
-from cadenza.loading.promised_memory import MemoryPromise, find_promised, promise_memory
+from cadenza.loading.reserved_memory import MemoryReservation, find_reserved, reserve_memory
 from cadenza.loading.step_costs import StepCosts, open_step_costs
 from cadenza.text.constraints.token_constraint import ConstraintCompiler
 from cadenza.text.tokens.tokenizer import TokenizerSource
@@ -141,9 +141,9 @@ def plan_model(
     if shared is not None:
         available = shared * (config.tensor_parallel_size or 1)
     else:  # what the processes have taken already is part of the plan
-        promised = find_promised(cache_folder() / "engines", memory.root)
+        reserved = find_reserved(cache_folder() / "engines", memory.root)
         beside_others = memory.available_beside(
-            promised_bytes=promised.in_all, in_group_bytes=promised.in_group
+            reserved_bytes=reserved.in_all, in_group_bytes=reserved.in_group
         )
         available = beside_others + memory.taken_bytes(
             process_bytes=traits.process_bytes, front_end_bytes=front_end_bytes_of(checkpoint)
@@ -289,13 +289,13 @@ def load_warm_runners(engine: PlannedEngine, on_phase_done: OnPhaseDone) -> Runn
     return runners
 
 
-def promise_planned(plan: EnginePlan) -> MemoryPromise:
+def reserve_planned(plan: EnginePlan) -> MemoryReservation:
     """Records how much host memory the engine of `plan` will take, for other engines."""
     if plan.traits.device_memory_bytes is not None:
-        return MemoryPromise()
+        return MemoryReservation()
     footprint = plan.footprint
     in_front = footprint.front_end_bytes + footprint.bodies_bytes
-    return promise_memory(cache_folder() / "engines", plan.planned_bytes - in_front)
+    return reserve_memory(cache_folder() / "engines", plan.planned_bytes - in_front)
 
 
 def release_tokenizer(checkpoint: Checkpoint) -> None:

@@ -34,10 +34,10 @@ def load_engine(
 ) -> Serving:
     """Raises the errors of `open_planned` and `build_serving_core`."""
     on_phase("imports")
-    from cadenza.loading.build import build_serving_core, promise_planned, release_tokenizer
+    from cadenza.loading.build import build_serving_core, release_tokenizer, reserve_planned
 
     engine = replace(open_start(start, backends, memory), config=start.config)
-    promise = promise_planned(engine.plan)
+    reservation = reserve_planned(engine.plan)
     on_phase("load")
 
     def after(done: str) -> None:
@@ -54,7 +54,7 @@ def load_engine(
         fingerprint=found.fingerprint,
         identity=found.digest("streams"),
         count_compiles=engine.backend.watch_compiles(),
-        held=promise,
+        held=reservation,
     )
 
 

@@ -41,7 +41,7 @@ def image_memory_of(model: ModelConfig, dtype: WeightDType) -> ImageMemory:
     if vision is None:
         return ImageMemory(image_slot_bytes=0, image_work_bytes=0)
     width = model.hidden_size
-    # The stream of a span that is computed in passes, and as much for blocks that end behind it.
+    # The stream of a span that is computed in passes, and as much for blocks that end after it.
     span_bytes = 2 * vision.whole_span * width * item_bytes("float32")
     return ImageMemory(
         image_slot_bytes=vision.slot_values(width) * size,

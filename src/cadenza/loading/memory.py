@@ -50,11 +50,11 @@ class HostMemory:
     def available_bytes(self) -> int:
         return max(self.least_bytes, available_memory_bytes(self.root, self.get_limit))
 
-    def available_beside(self, *, promised_bytes: int, in_group_bytes: int) -> int:
+    def available_beside(self, *, reserved_bytes: int, in_group_bytes: int) -> int:
         """`available_bytes`, less what other engines have reserved of the machine's memory, part of
         it in this process's control groups."""
         available = available_memory_bytes(self.root, self.get_limit)
-        system = _system_bytes(self.root) - promised_bytes
+        system = _system_bytes(self.root) - reserved_bytes
         return max(self.least_bytes, min(available - in_group_bytes, system), 0)
 
     @property

@@ -152,7 +152,7 @@ def check_base(space: Space, coarser: Callable[[Quantization], int | None]) -> N
     if needed <= space.available_bytes:
         return
     _check_base_context(space)
-    told = (
+    fault = (
         f"the weights need {show_size(space.weight_bytes)} as {space.weights_name}, the processes "
         f"and the smallest step and pool "
         f"{show_size(needed - space.headroom_bytes - space.weight_bytes)}, but "
@@ -164,7 +164,7 @@ def check_base(space: Space, coarser: Callable[[Quantization], int | None]) -> N
         room = cautious if cautious >= 0 else room
         raise ConfigError(
             f"--scheduler-headroom-gb {space.config.scheduler_headroom_gb:g} leaves no memory for "
-            f"KV: {told}; set --scheduler-headroom-gb {_floor_gb(room):g}"
+            f"KV: {fault}; set --scheduler-headroom-gb {_floor_gb(room):g}"
         )
     tokens = space.config.max_num_batched_tokens
     if tokens is not None:
@@ -173,7 +173,7 @@ def check_base(space: Space, coarser: Callable[[Quantization], int | None]) -> N
         if max(fitting) >= 1:
             raise ConfigError(
                 f"--max-num-batched-tokens {tokens} needs {show_size(space.beside_pool(1))} for a "
-                f"step, but {told}; set --max-num-batched-tokens "
+                f"step, but {fault}; set --max-num-batched-tokens "
                 f"{fitting[0] if fitting[0] >= 1 else fitting[1]}"
             )
     for quantization in ("int8", "int4"):
@@ -182,9 +182,9 @@ def check_base(space: Space, coarser: Callable[[Quantization], int | None]) -> N
             continue
         smaller = replace(space, weight_bytes=weight_bytes)
         if smaller.needs_bytes(1) <= space.available_bytes:
-            raise ConfigError(f"{told}; set --quantization {quantization}")
+            raise ConfigError(f"{fault}; set --quantization {quantization}")
     raise ConfigError(
-        f"{told}; free {show_missing(needed - space.available_bytes)}, raise the limit, or choose "
+        f"{fault}; free {show_missing(needed - space.available_bytes)}, raise the limit, or choose "
         f"{_smaller_model(space.weight_bytes - (needed - space.advised.available_bytes))}"
     )
 

@@ -25,7 +25,7 @@ class PrefillCost:
     """What prompts cost a model."""
 
     prompt: Callable[[int], float]  # of a prompt of so many tokens, without its head
-    decode: Callable[[int], float]  # of one more token behind so many, with its head
+    decode: Callable[[int], float]  # of one more token after so many, with its head
 
 
 def cost_of_shape(config: ModelConfig, attention_rate: float = ATTENTION_RATE) -> PrefillCost:

@@ -107,14 +107,14 @@ def open_step_costs(engine: PlannedEngine) -> StepCosts:
 
 def _processor(cpu_info: Path = Path("/proc/cpuinfo")) -> str:
     """Its name and what else the system says of its model."""
-    told = ("model name", "cpu family", "model", "stepping", "CPU implementer", "CPU part")
+    fields = ("model name", "cpu family", "model", "stepping", "CPU implementer", "CPU part")
     try:
         lines = cpu_info.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return f"{platform.machine()} {platform.processor()}"
     parts = (line.partition(":") for line in lines)
     own = dict.fromkeys((key.strip(), value.strip()) for key, _, value in parts)
-    return " ".join([platform.machine(), *(value for key, value in own if key in told)])
+    return " ".join([platform.machine(), *(value for key, value in own if key in fields)])
 
 
 def _write(path: Path, cost: StepCost) -> None:

@@ -111,8 +111,8 @@ class DecodePool:
             if not was_new and not is_late and status != -signal.SIGPROF:
                 # Another may have killed it while it was idle; a new one tells.
                 return self._ask(process, data, processor, detail)
-            told = {"cpu_s": self._bounds.cpu_s, "wall_s": self._wall_s}
-            raise ImageFault(_ENDED.format(**told)) from None
+            limits = {"cpu_s": self._bounds.cpu_s, "wall_s": self._wall_s}
+            raise ImageFault(_ENDED.format(**limits)) from None
         if "fault" in answer:
             raise ImageFault(answer["fault"])
         parts: list[bytes] = []

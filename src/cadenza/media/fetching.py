@@ -59,7 +59,7 @@ class MediaFetcher:
         self._may_connect = may_connect
         self._trust = trust
         self._fetch_s = fetch_s
-        self._places = asyncio.Semaphore(MAX_FETCHES)
+        self._slots = asyncio.Semaphore(MAX_FETCHES)
 
     def check(self, url: str) -> None:
         """Raises ImageFault for a URL that would not be fetched."""
@@ -68,7 +68,7 @@ class MediaFetcher:
     async def fetch(self, url: str, try_add: TryAdd) -> bytes:
         """The bytes at a URL. Raises ImageFault, BudgetFullError."""
         self.check(url)
-        async with self._places:
+        async with self._slots:
             try:
                 async with asyncio.timeout(self._fetch_s):
                     return await self._follow(read_url(url), try_add)

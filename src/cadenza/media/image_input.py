@@ -35,7 +35,7 @@ class ImageInput:
     url: str | None = None  # where to fetch it, by https
     picture: Any = None  # a PIL image, from a caller in this process
     detail: Detail = "auto"  # how fine the model is to see it
-    where: str = ""  # its place in the request, such as "messages[1].content[0]", for errors
+    where: str = ""  # its path in the request, such as "messages[1].content[0]", for errors
     opened: OpenedImage | None = None  # set once, when it was opened
 
     @property
@@ -52,11 +52,11 @@ class ImageFault(Exception):
         super().__init__(problem)
         self.problem = problem
 
-    def named(self, image: ImageInput, place: int) -> InvalidRequestError:
+    def named(self, image: ImageInput, index: int) -> InvalidRequestError:
         """The error of a request's image at `index`, from 0; the message counts from 1."""
         where = f" ({image.where})" if image.where else ""
         return InvalidRequestError(
-            f"image {place + 1}{where}: {self.problem}", param=image.where or "messages"
+            f"image {index + 1}{where}: {self.problem}", param=image.where or "messages"
         )
 
 

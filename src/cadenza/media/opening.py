@@ -45,9 +45,9 @@ def measure_images(images: Sequence[ImageInput], processor: "ImageProcessor") ->
     """Sets `opened`, without pixels, of each image that has none yet: enough to count tokens.
     Raises InvalidRequestError."""
     check_count(images)
-    for place, image in enumerate(images):
+    for index, image in enumerate(images):
         if image.opened is None:
-            with _naming(image, place):
+            with _naming(image, index):
                 _measure(image, processor)
 
 
@@ -97,9 +97,9 @@ class ImageOpener:
     async def fetch(self, images: Sequence[ImageInput], try_add: TryAdd) -> None:
         """Sets `data` of those at remote URLs. Raises as `open`."""
         check_count(images)
-        for place, image in enumerate(images):
+        for index, image in enumerate(images):
             if image.is_remote and image.url is not None:
-                with _naming(image, place):
+                with _naming(image, index):
                     self._fetcher.check(image.url)
 
         async def fetch(image: ImageInput) -> None:
@@ -117,20 +117,20 @@ async def _each(
 ) -> None:
     """Works on all at once; raises the error of the first image that failed."""
     found = await asyncio.gather(*map(work, images), return_exceptions=True)
-    for place, error in enumerate(found):
+    for index, error in enumerate(found):
         if error is not None:
-            with _naming(images[place], place):
+            with _naming(images[index], index):
                 raise error
 
 
 @contextmanager
-def _naming(image: ImageInput, place: int) -> Generator[None]:
+def _naming(image: ImageInput, index: int) -> Generator[None]:
     try:
         yield
     except ImageFault as fault:
-        raise fault.named(image, place) from None
+        raise fault.named(image, index) from None
     except InvalidRequestError as error:
-        raise ImageFault(str(error)).named(image, place) from None
+        raise ImageFault(str(error)).named(image, index) from None
 
 
 _SLICE = 1 << 18  # characters decoded at once, whole groups; other threads run between slices

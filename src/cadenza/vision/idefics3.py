@@ -30,7 +30,7 @@ class Idefics3Processor:
 
     longest_edge: int  # pixels of the longer side before tiles are cut
     tile: int  # pixels of a tile's side
-    # pixels of a patch, along each side; pixels behind the last whole one are unused
+    # pixels of a patch, along each side; pixels after the last whole one are unused
     patch_size: int
     merge: int  # patches of a token, along each side
     splits: bool  # whether images are cut into tiles at all

@@ -32,7 +32,7 @@ class TowerNames:
 
     # of the linear of a patch's values, which may be stored as a convolution
     patch: str = "vision_tower.vision_model.embeddings.patch_embedding"
-    # patch_norm, product_norm: of norms before and behind that linear
+    # patch_norm, product_norm: of norms before and after that linear
     patch_norm: str = "vision_tower.patch_norm"
     product_norm: str = "vision_tower.product_norm"
     positions: str = "vision_tower.vision_model.embeddings.position_embedding.weight"
@@ -131,7 +131,7 @@ class ProjectorConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TowerConfig:
-    """The encoder of images and the projector behind it."""
+    """The encoder of images and the projector after it."""
 
     hidden_size: int  # width E of the tower's stream
     intermediate_size: int  # of its MLPs
@@ -158,7 +158,7 @@ class TowerConfig:
     has_attention_bias: bool = True
     has_mlp_bias: bool = True
     has_patch_norms: bool = False  # LayerNorms of the values of a patch, and of their product
-    # has_pre_norm, has_post_norm: norms before the first and behind the last layer
+    # has_pre_norm, has_post_norm: norms before the first and after the last layer
     has_pre_norm: bool = False
     has_post_norm: bool = False
     # norms at the outputs of attention and MLP, before the residual sum

@@ -16,7 +16,7 @@ from cadenza.checkpoint.weights import Weights
 from cadenza.config import Quantization
 
 SETTING = "cadenza_quantization"
-_PLACES = ("embedding", "head")
+_KINDS = ("embedding", "head")
 _FIRST_LAYER = "first_layer"
 _SCHEMES: tuple[Quantization, ...] = ("int8", "int4")
 _ROWS = 256  # rows quantised together: few enough for their float32 copies to stay in the cache
@@ -24,8 +24,8 @@ _ROWS = 256  # rows quantised together: few enough for their float32 copies to s
 
 def format_at_load(quantization: Quantization) -> dict[str, object]:
     """The setting that `with_weights_at_load` follows, of a folder in int8 or int4."""
-    places = (*_PLACES, _FIRST_LAYER) if quantization == "int4" else _PLACES
-    return {SETTING: dict.fromkeys(places, "int8")}
+    kinds = (*_KINDS, _FIRST_LAYER) if quantization == "int4" else _KINDS
+    return {SETTING: dict.fromkeys(kinds, "int8")}
 
 
 def is_float_until_load(spec: TensorSpec, quantization: Quantization) -> bool:
@@ -46,7 +46,7 @@ def with_weights_at_load(config: JsonObject, stored: QuantisationScheme) -> Quan
 
     def find(spec: TensorSpec, weights: Weights) -> StoredWeight | None:
         is_first = has_first_layer and is_float_until_load(spec, "int4")
-        if not (is_first or spec.kind in _PLACES) or spec.name not in weights:
+        if not (is_first or spec.kind in _KINDS) or spec.name not in weights:
             return stored.find(spec, weights)
         entry = weights.entry(spec.name)
         return StoredWeight(
@@ -57,8 +57,8 @@ def with_weights_at_load(config: JsonObject, stored: QuantisationScheme) -> Quan
             load=lambda: _quantised(entry.array()),
         )
 
-    places = "embedding, head and first layer" if has_first_layer else "embedding and head"
-    return replace(stored, name=f"{stored.name}, {places} int8 at load", find=find)
+    quantised = "embedding, head and first layer" if has_first_layer else "embedding and head"
+    return replace(stored, name=f"{stored.name}, {quantised} int8 at load", find=find)
 
 
 def _quantised(view: AnyArray) -> QuantisedWeight:

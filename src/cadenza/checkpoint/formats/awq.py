@@ -15,7 +15,7 @@ BITS = 4
 _PER_WORD = 32 // BITS
 
 # the position in its word of each of eight columns: a word has the even columns first
-_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+_POSITIONS = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 def _find(group: int | None, spec: TensorSpec, weights: Weights) -> StoredWeight | None:
@@ -64,4 +64,4 @@ def read_awq(raw: JsonObject) -> QuantisationScheme:
 def _columns(words: AnyArray) -> Bytes:
     """Codes [., N] of words [., N / 8]."""
     stored = unpack_codes(words, BITS, words.shape[1] * _PER_WORD)
-    return stored.reshape(len(words), -1, _PER_WORD)[..., _PLACES].reshape(len(words), -1)
+    return stored.reshape(len(words), -1, _PER_WORD)[..., _POSITIONS].reshape(len(words), -1)

@@ -22,7 +22,7 @@ from cadenza.vision.tower_config import VisionConfig
 VISION_PREFIX = "clip.vision."
 
 # declared tensors by the name of the stored one that holds them, concatenated
-Places = dict[str, tuple[TensorSpec, ...]]
+TensorMap = dict[str, tuple[TensorSpec, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,7 @@ def _nothing(file: ProjectorFile, vision: VisionConfig) -> dict[str, StoredWeigh
     return {}
 
 
-def _no_places(vision: VisionConfig, tower: TowerSpec) -> Places:  # noqa: ARG001
+def _map_nothing(vision: VisionConfig, tower: TowerSpec) -> TensorMap:  # noqa: ARG001
     return {}
 
 
@@ -75,9 +75,9 @@ class ClipProjector:
     # the settings of the image processor, likewise
     processor: Callable[[ProjectorFile], dict[str, object]]
     # the declared tensors of the projectors by their stored names
-    projectors: Callable[[TowerSpec], Places]
-    # those of the projectors behind layers of the tower
-    deepstack: Callable[[VisionConfig, TowerSpec], Places] = _no_places
+    projectors: Callable[[TowerSpec], TensorMap]
+    # those of the projectors after layers of the tower
+    deepstack: Callable[[VisionConfig, TowerSpec], TensorMap] = _map_nothing
     # tensors that are stored otherwise than in one piece, by their declared names
     made: Callable[[ProjectorFile, VisionConfig], dict[str, StoredWeight]] = _nothing
 
@@ -100,22 +100,22 @@ def normalisation_settings(file: ProjectorFile) -> dict[str, object]:
     return {name: file.vision(name) for name in ("image_mean", "image_std")}
 
 
-def linear_places(name: str, linear: LinearSpec) -> Places:
+def map_linear(name: str, linear: LinearSpec) -> TensorMap:
     """Of a linear that is stored as such."""
-    places: Places = {f"{name}.weight": (linear.weight_spec,)}
+    tensors: TensorMap = {f"{name}.weight": (linear.weight_spec,)}
     if linear.bias is not None:
-        places[f"{name}.bias"] = tuple(linear.tensors())[1:]
-    return places
+        tensors[f"{name}.bias"] = tuple(linear.tensors())[1:]
+    return tensors
 
 
-def norm_places(name: str, norm: NormSpec | None) -> Places:
+def map_norm(name: str, norm: NormSpec | None) -> TensorMap:
     """Of a norm, if there is one."""
     if norm is None:
         return {}
-    places: Places = {f"{name}.weight": (norm.weight,)}
+    tensors: TensorMap = {f"{name}.weight": (norm.weight,)}
     if norm.bias is not None:
-        places[f"{name}.bias"] = (norm.bias,)
-    return places
+        tensors[f"{name}.bias"] = (norm.bias,)
+    return tensors
 
 
 def _plain(value: object) -> object:

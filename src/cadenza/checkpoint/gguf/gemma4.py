@@ -92,7 +92,7 @@ def _rotated_pairs(settings: Settings, head_dim: int) -> int:
     ):
         raise CheckpointError(
             f"{settings.metadata.where}: tensor {ROPE_FREQUENCIES} divides frequencies otherwise "
-            f"than by 1 and, behind those, by {_STANDSTILL:g} or more; convert the model again"
+            f"than by 1 and, after those, by {_STANDSTILL:g} or more; convert the model again"
         )
     return count
 

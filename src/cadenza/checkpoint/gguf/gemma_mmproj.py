@@ -10,10 +10,10 @@ import numpy.typing as npt
 
 from cadenza.checkpoint.gguf.clip_projector import (
     ClipProjector,
-    Places,
     ProjectorFile,
-    linear_places,
-    norm_places,
+    TensorMap,
+    map_linear,
+    map_norm,
     normalisation_settings,
     siglip_settings,
 )
@@ -71,9 +71,9 @@ def _gemma3_processor(file: ProjectorFile) -> dict[str, object]:
     }
 
 
-def _gemma3_projectors(tower: TowerSpec) -> Places:
+def _gemma3_projectors(tower: TowerSpec) -> TensorMap:
     (linear,) = tower.projectors[0].linears
-    return linear_places("mm.input_projection", linear)
+    return map_linear("mm.input_projection", linear)
 
 
 def _gemma3_norm(file: ProjectorFile, vision: VisionConfig) -> dict[str, StoredWeight]:
@@ -132,13 +132,13 @@ def _gemma4_processor(file: ProjectorFile) -> dict[str, object]:
     }
 
 
-def _gemma4_projectors(tower: TowerSpec) -> Places:
+def _gemma4_projectors(tower: TowerSpec) -> TensorMap:
     (linear,) = tower.projectors[0].linears
-    places = linear_places("mm.input_projection", linear)
+    tensors = map_linear("mm.input_projection", linear)
     if (standard := tower.projectors[0].standard) is not None:
         bias, scale = standard
-        places |= {"v.std_bias": (bias,), "v.std_scale": (scale,)}
-    return places
+        tensors |= {"v.std_bias": (bias,), "v.std_scale": (scale,)}
+    return tensors
 
 
 def _gemma4_made(file: ProjectorFile, vision: VisionConfig) -> dict[str, StoredWeight]:
@@ -180,11 +180,11 @@ def _unified_made(file: ProjectorFile, vision: VisionConfig) -> dict[str, Stored
     return made
 
 
-def _unified_projectors(tower: TowerSpec) -> Places:
+def _unified_projectors(tower: TowerSpec) -> TensorMap:
     (linear,) = tower.projectors[0].linears
     assert tower.entry.patch_norms is not None, "the patches are normed"
-    places = linear_places("mm.input_projection", linear)
-    return places | norm_places("v.patch_norm.2", tower.entry.patch_norms[1])
+    tensors = map_linear("mm.input_projection", linear)
+    return tensors | map_norm("v.patch_norm.2", tower.entry.patch_norms[1])
 
 
 def _channels_last(stored: AnyArray, size: int) -> npt.NDArray[np.float32]:

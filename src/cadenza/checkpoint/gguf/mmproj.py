@@ -10,10 +10,10 @@ from cadenza.checkpoint.declaration import name_some
 from cadenza.checkpoint.gguf.clip_projector import (
     VISION_PREFIX,
     ClipProjector,
-    Places,
     ProjectorFile,
-    linear_places,
-    norm_places,
+    TensorMap,
+    map_linear,
+    map_norm,
     normalisation_settings,
     siglip_settings,
 )
@@ -61,9 +61,9 @@ def _idefics3_processor(file: ProjectorFile) -> dict[str, object]:
     }
 
 
-def _idefics3_projectors(tower: TowerSpec) -> Places:
+def _idefics3_projectors(tower: TowerSpec) -> TensorMap:
     (linear,) = tower.projectors[0].linears
-    return linear_places("mm.model.fc", linear)
+    return map_linear("mm.model.fc", linear)
 
 
 _CONVERTERS_EPS = 1e-5
@@ -128,18 +128,18 @@ def _tensors(
     made: Mapping[str, StoredWeight],
 ) -> dict[str, StoredTensor | StoredWeight]:
     tower, stored = declare_tower(vision), file.header.tensors
-    places = _tower_places(tower, set(stored)) | projector.projectors(tower)
-    places |= projector.deepstack(vision, tower)
-    places = {name: parts for name, parts in places.items() if parts[0].name not in made}
+    mapped = _map_tower(tower, set(stored)) | projector.projectors(tower)
+    mapped |= projector.deepstack(vision, tower)
+    mapped = {name: parts for name, parts in mapped.items() if parts[0].name not in made}
     used = {part.name for each in made.values() for part in each.parts}
     where = file.mapped.name
-    missing = [name for name in places if name not in stored]
+    missing = [name for name in mapped if name not in stored]
     if missing:
         raise CheckpointError(
             f"{where} lacks {name_some(missing)}, which its metadata require; fetch the file "
             f"again, or convert the model again"
         )
-    known = places.keys() | used
+    known = mapped.keys() | used
     extra = sorted(name for name in stored if name not in known and not name.startswith(_AUDIO))
     if extra:
         raise CheckpointError(
@@ -147,32 +147,32 @@ def _tensors(
             f"another file of the tower, or --no-images"
         )
     tensors: dict[str, StoredTensor | StoredWeight] = dict(made)
-    for name, parts in places.items():
+    for name, parts in mapped.items():
         tensors |= {part.name: part for part in cut_parts(stored[name], parts, file.mapped)}
     return tensors
 
 
-def _tower_places(tower: TowerSpec, stored: set[str]) -> Places:
+def _map_tower(tower: TowerSpec, stored: set[str]) -> TensorMap:
     entry = tower.entry
-    places: Places = {"v.patch_embd.weight": (entry.patch.weight,)}
+    mapped: TensorMap = {"v.patch_embd.weight": (entry.patch.weight,)}
     if entry.patch.bias is not None:
-        places["v.patch_embd.bias"] = (entry.patch.bias,)
+        mapped["v.patch_embd.bias"] = (entry.patch.bias,)
     if tower.table is not None:
-        places["v.position_embd.weight"] = (tower.table,)
+        mapped["v.position_embd.weight"] = (tower.table,)
     pre_norm = "v.pre_ln" if entry.patch_norms is None else "v.patch_norm.3"
-    places |= norm_places(pre_norm, entry.pre_norm)
-    places |= norm_places("v.post_ln", tower.projectors[0].post_norm)
+    mapped |= map_norm(pre_norm, entry.pre_norm)
+    mapped |= map_norm("v.post_ln", tower.projectors[0].post_norm)
     for index, layer in enumerate(tower.layers):
-        for more in _layer_places(layer, f"v.blk.{index}", stored):
-            places |= more
-    return places
+        for more in _layer_maps(layer, f"v.blk.{index}", stored):
+            mapped |= more
+    return mapped
 
 
-def _layer_places(layer: TowerLayerSpec, prefix: str, stored: set[str]) -> Iterator[Places]:
-    yield norm_places(f"{prefix}.ln1", layer.norm1)
-    yield norm_places(f"{prefix}.ln2", layer.norm2)
-    yield norm_places(f"{prefix}.attn_post_norm", layer.attention_out.norm)
-    yield norm_places(f"{prefix}.ffn_post_norm", layer.mlp_out.norm)
+def _layer_maps(layer: TowerLayerSpec, prefix: str, stored: set[str]) -> Iterator[TensorMap]:
+    yield map_norm(f"{prefix}.ln1", layer.norm1)
+    yield map_norm(f"{prefix}.ln2", layer.norm2)
+    yield map_norm(f"{prefix}.attn_post_norm", layer.attention_out.norm)
+    yield map_norm(f"{prefix}.ffn_post_norm", layer.mlp_out.norm)
     if layer.head_norms is not None:
         query, key = layer.head_norms
         yield {f"{prefix}.attn_q_norm.weight": (query,), f"{prefix}.attn_k_norm.weight": (key,)}
@@ -182,12 +182,12 @@ def _layer_places(layer: TowerLayerSpec, prefix: str, stored: set[str]) -> Itera
         yield {f"{prefix}.attn_qkv.bias": parts for parts in biases}
     else:
         for letter, linear in zip("qkv", layer.qkv.linears, strict=True):
-            yield linear_places(f"{prefix}.attn_{letter}", linear)
-    yield linear_places(f"{prefix}.attn_out", layer.attention_out.linear)
+            yield map_linear(f"{prefix}.attn_{letter}", linear)
+    yield map_linear(f"{prefix}.attn_out", layer.attention_out.linear)
     names = ("ffn_gate", "ffn_up") if len(layer.up.linears) == 2 else ("ffn_up",)
     for name, linear in zip(names, layer.up.linears, strict=True):
-        yield linear_places(f"{prefix}.{name}", linear)
-    yield linear_places(f"{prefix}.ffn_down", layer.mlp_out.linear)
+        yield map_linear(f"{prefix}.{name}", linear)
+    yield map_linear(f"{prefix}.ffn_down", layer.mlp_out.linear)
 
 
 def _try_open(path: Path) -> GGUFFile | None:

@@ -10,10 +10,10 @@ import numpy as np
 
 from cadenza.checkpoint.gguf.clip_projector import (
     ClipProjector,
-    Places,
     ProjectorFile,
-    linear_places,
-    norm_places,
+    TensorMap,
+    map_linear,
+    map_norm,
     normalisation_settings,
 )
 from cadenza.checkpoint.model_config import MAX_LAYERS
@@ -125,23 +125,23 @@ def _processor(model_type: str) -> Callable[[ProjectorFile], dict[str, object]]:
     return processor
 
 
-def _projectors(tower: TowerSpec) -> Places:
+def _projectors(tower: TowerSpec) -> TensorMap:
     """The merger's norm is stored as that after the last layer."""
     main = tower.projectors[0]
     first, second = main.linears
-    places = norm_places("v.post_ln", main.norm)
-    return places | linear_places("mm.0", first) | linear_places("mm.2", second)
+    tensors = map_norm("v.post_ln", main.norm)
+    return tensors | map_linear("mm.0", first) | map_linear("mm.2", second)
 
 
-def _deepstack_places(vision: VisionConfig, tower: TowerSpec) -> Places:
-    places: Places = {}
+def _map_deepstack(vision: VisionConfig, tower: TowerSpec) -> TensorMap:
+    tensors: TensorMap = {}
     layers = vision.tower.deepstack_layers
     for layer, projector in zip(layers, tower.projectors[1:], strict=True):
         first, second = projector.linears
         prefix = f"v.deepstack.{layer}"
-        places |= norm_places(f"{prefix}.norm", projector.norm)
-        places |= linear_places(f"{prefix}.fc1", first) | linear_places(f"{prefix}.fc2", second)
-    return places
+        tensors |= map_norm(f"{prefix}.norm", projector.norm)
+        tensors |= map_linear(f"{prefix}.fc1", first) | map_linear(f"{prefix}.fc2", second)
+    return tensors
 
 
 def _joined_patches(file: ProjectorFile, vision: VisionConfig) -> dict[str, StoredWeight]:
@@ -173,7 +173,7 @@ QWEN_PROJECTORS = {
         config=_qwen3_config,
         processor=_processor("qwen3_vl"),
         projectors=_projectors,
-        deepstack=_deepstack_places,
+        deepstack=_map_deepstack,
         made=_joined_patches,
     ),
     "qwen2.5vl_merger": ClipProjector(

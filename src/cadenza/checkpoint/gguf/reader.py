@@ -162,7 +162,7 @@ class _Cursor:
             position = start + unpack(data, position)[0] if start <= end else end + 1
             if position > end:
                 raise CheckpointError(
-                    f"{self.where}: string {len(found)} of {what} ends behind the file's {end} "
+                    f"{self.where}: string {len(found)} of {what} ends after the file's {end} "
                     f"bytes; {_AGAIN}"
                 )
             try:
@@ -317,7 +317,7 @@ def _place(
         if start != position:
             raise CheckpointError(
                 f"{what} is at byte {info.start} of the data; it must be at {position - first}, "
-                f"behind the one before it, aligned to {alignment}; {_AGAIN}"
+                f"after the one before it, aligned to {alignment}; {_AGAIN}"
             )
         if stop > num_bytes:
             raise CheckpointError(

@@ -136,7 +136,7 @@ _PART = re.compile(r"(.+?)(\.weight|\.bias)?")
 
 
 @dataclass(slots=True, eq=False)
-class _Place:
+class _Entry:
     """A stored tensor and the declared ones that it holds, concatenated."""
 
     reshape: _Reshape | None = None
@@ -165,13 +165,13 @@ def map_tensors(
     """The declared tensors as ranges of the files. Raises CheckpointError if a tensor is missing,
     unexpected, of another shape, or of a type that is not supported."""
     stored = {name for file in files for name in file.header.tensors}
-    places = _places(config, stored)
-    _check_names(places, stored - _unused(config), files[0].mapped.name)
+    entries = _entries(config, stored)
+    _check_names(entries, stored - _unused(config), files[0].mapped.name)
     tensors: dict[str, StoredTensor | StoredWeight] = {}
     for file in files:
         for name, tensor in file.header.tensors.items():
-            if name in places:
-                parts = _cut(tensor, places[name], config, architecture, file.mapped)
+            if name in entries:
+                parts = _cut(tensor, entries[name], config, architecture, file.mapped)
                 tensors |= {part.name: part for part in parts}
     if config.latent is not None:
         tensors = join_latents(config.latent, tensors)
@@ -183,9 +183,9 @@ def map_tensors(
     )
 
 
-def _places(config: ModelConfig, stored: set[str]) -> dict[str, _Place]:
+def _entries(config: ModelConfig, stored: set[str]) -> dict[str, _Entry]:
     """By the names of the stored tensors."""
-    found: dict[str, _Place] = {}
+    found: dict[str, _Entry] = {}
     in_any_layer = {re.sub(r"^blk\.\d+\.", "", name) for name in stored}
     for spec in declare(config):
         layer = _LAYER.fullmatch(spec.name)
@@ -193,7 +193,7 @@ def _places(config: ModelConfig, stored: set[str]) -> dict[str, _Place]:
         if name == "self_attn.kv_b_proj.weight" and f"{prefix}attn_k_b.weight" in stored:
             assert config.latent is not None, "it is of attention over latents"
             for own, shape, part in latent_parts(config.latent, spec):
-                found[prefix + own] = _Place(fixed=shape, parts=[part])
+                found[prefix + own] = _Entry(fixed=shape, parts=[part])
             continue
         expert = _EXPERT.fullmatch(name)
         base = _PART.fullmatch(name if expert is None else f"experts.{expert[1]}")
@@ -204,8 +204,8 @@ def _places(config: ModelConfig, stored: set[str]) -> dict[str, _Place]:
         if kinds in _FUSED and f"{prefix}{_FUSED[kinds]}.weight" in stored:
             one = f"{_FUSED[kinds]}{end}"
         count = None if expert is None or config.experts is None else config.experts.num_experts
-        place = found.setdefault(prefix + one, _Place(reshape=reshape, num_experts=count))
-        place.parts.append(spec)
+        entry = found.setdefault(prefix + one, _Entry(reshape=reshape, num_experts=count))
+        entry.parts.append(spec)
     return found
 
 
@@ -219,11 +219,11 @@ def _unused(config: ModelConfig) -> set[str]:
     }
 
 
-def _check_names(places: Collection[str], stored: set[str], where: str) -> None:
-    missing = [name for name in places if name not in stored]
+def _check_names(entries: Collection[str], stored: set[str], where: str) -> None:
+    missing = [name for name in entries if name not in stored]
     mtp_layers = tuple(name.split("nextn.")[0] for name in stored if ".nextn." in name)
     unused = {name for name in stored if name in _SETTINGS or name.startswith(mtp_layers)}
-    extra = [name for name in stored if name not in places and name not in unused]
+    extra = [name for name in stored if name not in entries and name not in unused]
     if missing:
         raise CheckpointError(
             f"{where} lacks {name_some(missing)}, which its metadata require; fetch the file "
@@ -238,15 +238,15 @@ def _check_names(places: Collection[str], stored: set[str], where: str) -> None:
 
 def _cut(
     tensor: GGUFTensor,
-    place: _Place,
+    entry: _Entry,
     config: ModelConfig,
     architecture: Architecture,
     file: MappedFile,
 ) -> Iterator[StoredTensor]:
     """A stored tensor's parts, which are consecutive rows."""
-    _check_shape(tensor, place.shape(config), file)
+    _check_shape(tensor, entry.shape(config), file)
     has_pairs = architecture.has_paired_rows
-    for part in _parts(tensor, place.parts, file):
+    for part in _parts(tensor, entry.parts, file):
         heads = _num_paired_heads(part.name, config) if has_pairs else None
         yield replace(part, num_paired_heads=heads)
 

@@ -185,8 +185,10 @@ def _read_qwen3_vl(raw: JsonObject, width: int) -> TowerConfig:
     layers = _layers_of(raw, "deepstack_visual_indexes", tower.num_layers)
     stem = "deepstack_merger_list.{index}"
     names = f"{stem}.norm", f"{stem}.linear_fc1", f"{stem}.linear_fc2"
-    behind = replace(_projector(tower.merge, tower.hidden_size, width, names), norm_is_behind=True)
-    return replace(tower, deepstack_layers=layers, deepstack=behind if layers else None)
+    projector = replace(
+        _projector(tower.merge, tower.hidden_size, width, names), norm_is_behind=True
+    )
+    return replace(tower, deepstack_layers=layers, deepstack=projector if layers else None)
 
 
 def _read_qwen25_vl(raw: JsonObject, width: int) -> TowerConfig:

@@ -87,7 +87,7 @@ def _scoring_layer(context: StepContext, index: int, layer: AttendingLayer) -> S
 
 def _layer_of(context: StepContext, index: int) -> tuple[int, AttendingLayer]:
     model = context.model
-    kind, (group, group_index) = model.layer_kinds[index], model.kv_place(index)
+    kind, (group, group_index) = model.layer_kinds[index], model.kv_index(index)
     layer = AttendingLayer(
         *(group_index, model.heads_of(kind), kind.window),
         sees_spans=model.sees_spans(kind),

@@ -64,7 +64,7 @@ class LatentAttention(NamedTuple):
             queries=queries,
             keys=ops.project(normed, self.latent, count),
         )
-        group, group_index = model.kv_place(index)
+        group, group_index = model.kv_index(index)
         layer = LatentLayer(index=group_index, shape=shape, norm_eps=LATENT_NORM_EPS)
         factors = LatentFactors(self.latent_norm, rope, context.rope_positions)
         mixed, pool = ops.latent_attend(given, pools.kv[group], factors, context.step, layer)

@@ -28,44 +28,49 @@ _DAMAGED = (ValueError, KeyError, TypeError, OverflowError, RecursionError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Promised:
+class Reserved:
     """Bytes that engines will still take: in all, and in this process's control groups."""
 
     in_all: int = 0
     in_group: int = 0
 
 
-class MemoryPromise:
+class MemoryReservation:
     """One engine's reservation, until `close`, or it is dropped, or the process ends."""
 
     def __init__(self, path: Path | None = None, descriptor: int | None = None) -> None:
         self._end = None
         if path is not None and descriptor is not None:
-            self._end = weakref.finalize(self, _end_promise, path, descriptor, os.getpid())
+            self._end = weakref.finalize(self, _end_reservation, path, descriptor, os.getpid())
 
     def close(self) -> None:
         if self._end is not None:
             self._end()
 
 
-def _end_promise(path: Path, descriptor: int, pid: int) -> None:
+def _end_reservation(path: Path, descriptor: int, pid: int) -> None:
     if os.getpid() == pid:  # a fork's copy ends nothing
         with suppress(OSError):
             path.unlink()
         os.close(descriptor)
 
 
-def promise_memory(folder: Path, num_bytes: int, root: Path = Path("/")) -> MemoryPromise:
+def reserve_memory(folder: Path, num_bytes: int, root: Path = Path("/")) -> MemoryReservation:
     """Records that this process will hold `num_bytes`; does nothing if that cannot be written."""
     path = folder / secrets.token_hex(8)
     partial = path.with_suffix(_PARTIAL)
-    told = {"pid": os.getpid(), "bytes": num_bytes, "group": _group(root), "system": _system(root)}
+    record = {
+        "pid": os.getpid(),
+        "bytes": num_bytes,
+        "group": _group(root),
+        "system": _system(root),
+    }
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.write(descriptor, json.dumps(told).encode())
+            os.write(descriptor, json.dumps(record).encode())
             partial.replace(path)  # no file of this name is ever without its lock
         except OSError:
             with suppress(OSError):
@@ -73,22 +78,24 @@ def promise_memory(folder: Path, num_bytes: int, root: Path = Path("/")) -> Memo
             os.close(descriptor)
             raise
     except OSError as error:
-        logger.debug("other engines are not told of this one's memory: %s", error.strerror)
-        return MemoryPromise()
-    return MemoryPromise(path, descriptor)
+        logger.debug(
+            "other engines cannot see the memory that this one reserves: %s", error.strerror
+        )
+        return MemoryReservation()
+    return MemoryReservation(path, descriptor)
 
 
-def find_promised(folder: Path, root: Path = Path("/")) -> Promised:
+def find_reserved(folder: Path, root: Path = Path("/")) -> Reserved:
     """What the running engines will still take, those of this process included."""
     planned: Counter[int] = Counter()
     groups: dict[int, str] = {}
-    for told in _read_all(folder):
-        if told["system"] == _system(root):
-            planned[told["pid"]] += told["bytes"]
-            groups[told["pid"]] = told["group"]
+    for record in _read_all(folder):
+        if record["system"] == _system(root):
+            planned[record["pid"]] += record["bytes"]
+            groups[record["pid"]] = record["group"]
     left = {pid: _left(num_bytes, pid, root) for pid, num_bytes in planned.items()}
     own = _group(root)
-    return Promised(
+    return Reserved(
         in_all=sum(left.values()),
         in_group=sum(num_bytes for pid, num_bytes in left.items() if groups[pid] == own),
     )
@@ -108,12 +115,12 @@ def _read_all(folder: Path) -> Iterator[dict[str, Any]]:
     for path in paths:
         with suppress(OSError, *_DAMAGED), path.open("rb") as file:
             if _is_locked(file):
-                told = json.loads(file.read(MAX_FILE_BYTES))
+                record = json.loads(file.read(MAX_FILE_BYTES))
                 yield {
-                    "pid": int(told["pid"]),
-                    "bytes": int(told["bytes"]),
-                    "group": str(told["group"]),
-                    "system": str(told["system"]),
+                    "pid": int(record["pid"]),
+                    "bytes": int(record["bytes"]),
+                    "group": str(record["group"]),
+                    "system": str(record["system"]),
                 }
             elif path.suffix != _PARTIAL:
                 path.unlink()
