@@ -12,7 +12,7 @@ import pytest
 from cadenza import EngineConfig
 from cadenza.loading.build import find_checkpoint, plan_model, reserve_planned
 from cadenza.loading.memory import HostMemory
-from cadenza.loading.reserved_memory import Reserved, find_reserved, reserve_memory
+from cadenza.loading.reserved_memory import Reserved, find_reserved, record_reservation
 
 MB = 1_000_000
 GROUP = "0::/engines\n"
@@ -34,9 +34,9 @@ def make_root(folder: Path, *, group: str = GROUP, held_bytes: int = 0) -> Path:
 def test_what_an_engine_does_not_hold_yet_is_reserved_until_it_is_closed(tmp_path: Path):
     root, folder = make_root(tmp_path / "root", held_bytes=300 * 1024), tmp_path / "engines"
     assert find_reserved(folder, root) == Reserved()
-    with closing(reserve_memory(folder, 1000 * 1024, root)):
+    with closing(record_reservation(folder, 1000 * 1024, root)):
         assert find_reserved(folder, root) == Reserved(in_all=700 * 1024, in_group=700 * 1024)
-        with closing(reserve_memory(folder, 500 * 1024, root)):  # of the same process
+        with closing(record_reservation(folder, 500 * 1024, root)):  # of the same process
             assert find_reserved(folder, root).in_all == 1200 * 1024
         make_root(root, held_bytes=2000 * 1024)
         assert find_reserved(folder, root) == Reserved()
@@ -45,7 +45,7 @@ def test_what_an_engine_does_not_hold_yet_is_reserved_until_it_is_closed(tmp_pat
 
 def test_a_reservation_that_nothing_refers_to_has_ended(tmp_path: Path):
     root, folder = make_root(tmp_path / "root"), tmp_path / "engines"
-    reservation = reserve_memory(folder, MB, root)
+    reservation = record_reservation(folder, MB, root)
     assert find_reserved(folder, root).in_all == MB
     del reservation
     assert find_reserved(folder, root) == Reserved()
@@ -53,14 +53,14 @@ def test_a_reservation_that_nothing_refers_to_has_ended(tmp_path: Path):
 
 def test_an_engine_in_another_control_group_is_counted_for_the_machine_only(tmp_path: Path):
     root, folder = make_root(tmp_path / "root"), tmp_path / "engines"
-    with closing(reserve_memory(folder, 5 * MB, root)):
+    with closing(record_reservation(folder, 5 * MB, root)):
         make_root(root, group="0::/others\n")
         assert find_reserved(folder, root) == Reserved(in_all=5 * MB)
 
 
 def test_an_engine_of_another_namespace_is_not_counted(tmp_path: Path):
     root, folder = make_root(tmp_path / "root"), tmp_path / "engines"
-    with closing(reserve_memory(folder, 5 * MB, root)):
+    with closing(record_reservation(folder, 5 * MB, root)):
         (root / "proc/self/ns/pid").unlink()
         (root / "proc/self/ns/pid").symlink_to("pid:[8]")
         assert find_reserved(folder, root) == Reserved()
@@ -69,8 +69,8 @@ def test_an_engine_of_another_namespace_is_not_counted(tmp_path: Path):
 DYING = """
 import os, sys
 from pathlib import Path
-from cadenza.loading.reserved_memory import find_reserved, reserve_memory
-reservation = reserve_memory(Path(sys.argv[1]), 1 << 40)
+from cadenza.loading.reserved_memory import find_reserved, record_reservation
+reservation = record_reservation(Path(sys.argv[1]), 1 << 40)
 assert find_reserved(Path(sys.argv[1])).in_all > 1 << 39
 os._exit(9)
 """
@@ -79,9 +79,9 @@ os._exit(9)
 FULL = """
 import resource, sys
 from pathlib import Path
-from cadenza.loading.reserved_memory import reserve_memory
+from cadenza.loading.reserved_memory import record_reservation
 resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-reserve_memory(Path(sys.argv[1]), 1 << 40)
+record_reservation(Path(sys.argv[1]), 1 << 40)
 """
 
 
@@ -101,7 +101,7 @@ def test_an_engine_that_was_killed_reserves_nothing(tmp_path: Path):
 
 def test_damaged_and_foreign_files_reservation_nothing(tmp_path: Path):
     root, folder = make_root(tmp_path / "root"), tmp_path / "engines"
-    with closing(reserve_memory(folder, 5 * MB, root)):
+    with closing(record_reservation(folder, 5 * MB, root)):
         (own,) = folder.iterdir()
         for number, content in enumerate((b"", b"{", b"[]", b'{"pid": "x"}', json.dumps({}))):
             name = folder / f"foreign{number}"
@@ -115,7 +115,7 @@ def test_damaged_and_foreign_files_reservation_nothing(tmp_path: Path):
 
 def test_where_nothing_can_be_written_nothing_is_reserved(tmp_path: Path):
     (tmp_path / "file").write_text("")
-    reserve_memory(tmp_path / "file" / "engines", MB).close()
+    record_reservation(tmp_path / "file" / "engines", MB).close()
     assert find_reserved(tmp_path / "file" / "engines") == Reserved()
 
 
@@ -131,7 +131,7 @@ def test_another_engines_pool_is_left_out_of_a_plan(
         return plan_model(checkpoint, config, memory=HostMemory(root)).available_bytes
 
     alone = plan_model(checkpoint, config, memory=HostMemory(root))
-    with closing(reserve_memory(tmp_path / "cache/engines", 700 * MB, root)):
+    with closing(record_reservation(tmp_path / "cache/engines", 700 * MB, root)):
         assert available() == alone.available_bytes - 700 * MB
     assert available() == alone.available_bytes
     with closing(reserve_planned(alone)):

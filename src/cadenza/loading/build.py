@@ -38,7 +38,7 @@ from cadenza.loading.memory import HOST_MEMORY, HostMemory
 from cadenza.loading.page_folder import open_page_folder
 from cadenza.loading.plan import device_share, make_plan
 from cadenza.loading.planned_engine import PlannedEngine, cache_folder
-from cadenza.loading.reserved_memory import MemoryReservation, find_reserved, reserve_memory
+from cadenza.loading.reserved_memory import MemoryReservation, find_reserved, record_reservation
 from cadenza.loading.step_costs import StepCosts, open_step_costs
 from cadenza.text.constraints.token_constraint import ConstraintCompiler
 from cadenza.text.tokens.tokenizer import TokenizerSource
@@ -122,7 +122,7 @@ def describe_backend(
     """Raises as `Backend.describe`."""
     backend = find_backend(config.backend, backends)
     if config.gpu_memory_utilization is not None:
-        backend.reserve_memory(config.gpu_memory_utilization)
+        backend.record_reservation(config.gpu_memory_utilization)
     return backend.describe(config.device, config.ops, checkpoint)
 
 
@@ -295,7 +295,7 @@ def reserve_planned(plan: EnginePlan) -> MemoryReservation:
         return MemoryReservation()
     footprint = plan.footprint
     in_front = footprint.front_end_bytes + footprint.bodies_bytes
-    return reserve_memory(cache_folder() / "engines", plan.planned_bytes - in_front)
+    return record_reservation(cache_folder() / "engines", plan.planned_bytes - in_front)
 
 
 def release_tokenizer(checkpoint: Checkpoint) -> None:

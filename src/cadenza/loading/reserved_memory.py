@@ -55,7 +55,7 @@ def _end_reservation(path: Path, descriptor: int, pid: int) -> None:
         os.close(descriptor)
 
 
-def reserve_memory(folder: Path, num_bytes: int, root: Path = Path("/")) -> MemoryReservation:
+def record_reservation(folder: Path, num_bytes: int, root: Path = Path("/")) -> MemoryReservation:
     """Records that this process will hold `num_bytes`; does nothing if that cannot be written."""
     path = folder / secrets.token_hex(8)
     partial = path.with_suffix(_PARTIAL)
