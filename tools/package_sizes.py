@@ -16,24 +16,24 @@ ROOT = "(modules)"
 MAX_LINES: Mapping[str, int] = {
     ROOT: 3_610,  # engines on many machines; images; sparse prefill; sampling declared once
     "backends": 15_970,  # kernels for GPUs: their table, packing, proof, memory; image towers
-    "bench": 3_070,  # throughput, roofline, loads on servers
+    "bench": 3_010,  # throughput, roofline, loads on servers
     LABORATORY.name: 4_970,  # modes of batching, two servers compared, the simulator, charts
     "checkpoint": 15_320,  # the families of 2026, and how they see
     "cli": 6_620,  # images of prompts; arguments of an application on Ray; sparse prefill
     "cluster": 1_800,  # replicas on several machines, shared by front ends, and their number
-    "core": 9_850,  # slots of recurrent states; what drafts saved and cost; images
+    "core": 9_790,  # slots of recurrent states; what drafts saved and cost; images
     "engine": 7_400,  # checks and costs of images
     "exporting": 420,  # modules for IREE
-    "frontend": 4_540,  # images of prompts
+    "frontend": 4_480,  # images of prompts
     "loading": 3_290,  # memory of images
     "media": 1_350,
-    "server": 15_540,  # the page at /, images
+    "server": 15_390,  # the page at /, images
     "text": 9_790,  # notations of the families of 2026
     "verification": 3_990,
     "vision": 1_260,  # processors of images
 }
 
-MOST_PERCENT_DOCSTRINGS = 10.3
+MOST_PERCENT_DOCSTRINGS = 10.0
 """Of the lines of src/cadenza; lower it with them, down to 8."""
 
 

@@ -13,12 +13,9 @@ RampStrategy = Literal["linear", "exponential"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrivals:
-    """Requests a second, from `rate` to `end_rate` where they differ.
-
-    Args:
-        burstiness: the gamma distribution's shape. 1 is a Poisson process; the variance of the
-            gaps is the square of their mean, divided by this.
-    """
+    """Requests a second, from `rate` to `end_rate` where they differ. `burstiness`: the gamma
+    distribution's shape. 1 is a Poisson process; the variance of the gaps is the square of their
+    mean, divided by this."""
 
     rate: float
     end_rate: float | None = None

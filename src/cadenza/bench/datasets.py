@@ -47,12 +47,9 @@ class PromptSource(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawnPrompts:
-    """Random prompts, each different, as token ids below `vocab_size` or as words.
-
-    Args:
-        num_turns: of a conversation, which is a chat, in words; None for single prompts.
-        num_prefixes, prefix_len: prompts begin with one of so many prefixes; 0 for none.
-    """
+    """Random prompts, each different, as token ids below `vocab_size` or as words. `num_turns`: of
+    a conversation, which is a chat, in words; None for single prompts. `num_prefixes`,
+    `prefix_len`: prompts begin with one of so many prefixes; 0 for none."""
 
     seed: int
     prompt_lens: Lengths

@@ -126,12 +126,8 @@ def run_decode(
 ) -> Timed:
     """Times the steps in which every row decodes: all requests are submitted at once; the clock
     runs from the last one's first token to its `output_len`-th, and steps with prompts are left
-    out. Rows that started sooner go on until then.
-
-    Raises:
-        ConfigError: the engine did not keep all rows running at the same time.
-        RunnerError: a request failed.
-    """
+    out. Rows that started sooner go on until then. Raises ConfigError: the engine did not keep all
+    rows running at the same time. Raises RunnerError: a request failed."""
     rows = len(task.prompts)
     requests = _Requests(core, task.prompts, task.max_tokens, task.num_sampled)
     while requests.fewest_tokens < 1 and not requests.has_finished:

@@ -90,15 +90,10 @@ class CpuTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientShare:
-    """How much of a load's processor time and latency is this client's own.
-
-    Args:
-        cpu_share: of all processors that the client may use.
-        lag_s: by which the client was late on average: to wake up, to read, and to send what was
-            due.
-        lag_share: of the mean time to first token.
-        longest_busy_s: the longest time in which it read no socket.
-    """
+    """How much of a load's processor time and latency is this client's own. `cpu_share`: of all
+    processors that the client may use. `lag_s`: by which the client was late on average: to wake
+    up, to read, and to send what was due. `lag_share`: of the mean time to first token.
+    `longest_busy_s`: the longest time in which it read no socket."""
 
     cpu_share: float
     lag_s: float
@@ -113,11 +108,8 @@ class ClientShare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadSetting:
-    """How a load was made, and what is asked of its figures.
-
-    Args:
-        percentiles: of each `Spread`, alongside those that every one has.
-    """
+    """How a load was made, and what is asked of its figures. `percentiles`: of each `Spread`,
+    besides those that every one has."""
 
     concurrency: int | None = None
     arrivals: Arrivals | None = None
@@ -213,12 +205,8 @@ class LoadFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeFigures:
-    """The figures of all loads on one server.
-
-    Args:
-        timelines: the outcomes of each load.
-        capacity_rps: of a sweep, the highest rate that the server kept up with.
-    """
+    """The figures of all loads on one server. `timelines`: the outcomes of each load.
+    `capacity_rps`: of a sweep, the highest rate that the server kept up with."""
 
     url: str
     model: str

@@ -167,12 +167,9 @@ def measure_throughput(
     watch: ThroughputWatch,
     backends: Backends = BACKENDS,
 ) -> Throughput:
-    """Loads the model and times every run, with the roofline measured around each on a CPU.
-
-    Raises:
-        CheckpointError, ConfigError, DeviceUnavailableError: it cannot be loaded or measured.
-        RunnerError: a request failed.
-    """
+    """Loads the model and times every run, with the roofline measured around each on a CPU. Raises
+    CheckpointError, ConfigError, DeviceUnavailableError: it cannot be loaded or measured. Raises
+    RunnerError: a request failed."""
     checkpoint = find_configured(model, config, backends)
     traits = describe_backend(config, checkpoint, backends)
     if workload.profile and traits.ops != "native":

@@ -67,11 +67,7 @@ def fitting_context(needed: int, asked: int | None, trained: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """The runs of `cadenza bench throughput`.
-
-    Raises:
-        ConfigError: a number is out of bounds.
-    """
+    """The runs of `cadenza bench throughput`. Raises ConfigError: a number is out of bounds."""
 
     input_len: int = flag(128, "Tokens of each prompt.")
     output_len: int = flag(64, "Tokens of each answer, 2 or more.")
@@ -113,13 +109,9 @@ class Workload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedRequest:
-    """One prompt, in one of three forms, and the length of its answer.
-
-    Args:
-        messages: of a chat; the others are completions.
-        turns: what the user says after each answer, in a conversation.
-        after_s: when it is due, from the start of the load; 0 without a rate.
-    """
+    """One prompt, in one of three forms, and the length of its answer. `messages`: of a chat; the
+    others are completions. `turns`: what the user says after each answer, in a conversation.
+    `after_s`: when it is due, from the start of the load; 0 without a rate."""
 
     prompt_token_ids: tuple[int, ...] = ()
     text: str = ""

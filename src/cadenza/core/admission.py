@@ -24,12 +24,8 @@ WHOLE_AFTER_PREEMPTIONS = 3
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
     """Reserves pages for each sequence's current tokens and a share of its remaining output.
-
-    Args:
-        page_size: tokens per page.
-        reserved_output: fraction (0 to 1) of the remaining output reserved on first admission;
-            each preemption halves the unreserved fraction.
-    """
+    `page_size`: tokens per page. `reserved_output`: fraction (0 to 1) of the remaining output
+    reserved on first admission; each preemption halves the unreserved fraction."""
 
     page_size: int
     reserved_output: float = RESERVED_OUTPUT["balanced"]
@@ -55,11 +51,8 @@ class _Running:
 
 class Reservations:
     """The reservations of running sequences, summed once for all that are to start in a step.
-
-    Args:
-        running: is read when needed. Between two calls of `forget` sequences may be appended to it,
-            and the tokens and pages of those in it must not change.
-    """
+    `running`: is read when needed. Between two calls of `forget` sequences may be appended to it,
+    and the tokens and pages of those in it must not change."""
 
     def __init__(self, admission: Admission, running: SequenceOf[Sequence]) -> None:
         self._admission = admission

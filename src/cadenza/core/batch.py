@@ -76,13 +76,8 @@ class BatchEntry:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpanStep:
     """Work items of a span that a step computes before its tokens: `rows` of passes over the
-    positions [start, stop) of `sequence`.
-
-    Args:
-        images: of its tokens.
-        is_first: the first work item is among them.
-        max_rows: of the runner's passes.
-    """
+    positions [start, stop) of `sequence`. `images`: of its tokens. `is_first`: the first work item
+    is among them. `max_rows`: of the runner's passes."""
 
     sequence: Sequence
     row: int

@@ -19,11 +19,8 @@ SMALLEST_MS = 1e-15
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ImageWork:
-    """The work items of an image's encoding, in order, and what each of them computes.
-
-    Args:
-        products, attention: [Q] operations of matrix products and of attention.
-    """
+    """The work items of an image's encoding, in order, and what each of them computes. `products`,
+    `attention`: [Q] operations of matrix products and of attention."""
 
     products: npt.NDArray[np.float64]
     attention: npt.NDArray[np.float64]

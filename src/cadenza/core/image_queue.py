@@ -52,15 +52,10 @@ class _Encoding:
 
 @dataclass(slots=True, kw_only=True)
 class ImageCounts:
-    """Counters that never decrease.
-
-    Args:
-        num_encoded: images.
-        num_failed: images whose encoding was lost with a failed step, or given up.
-        num_slot_hits: images that a request found in the slots.
-        num_prefix_hits: images whose tokens were all in the prefix cache when a request started.
-        encoder_ms: what steps took for encoding, by the predictions corrected so far.
-    """
+    """Counters that never decrease. `num_encoded`: images. `num_failed`: images whose encoding was
+    lost with a failed step, or given up. `num_slot_hits`: images that a request found in the slots.
+    `num_prefix_hits`: images whose tokens were all in the prefix cache when a request started.
+    `encoder_ms`: what steps took for encoding, by the predictions corrected so far."""
 
     num_encoded: int = 0
     num_failed: int = 0
@@ -358,13 +353,9 @@ class ImageQueue(StepWork):
 
     def _begin(self, plan: StepPlan, *, may_evict_next: bool = False) -> bool:
         """Whether an image is being encoded: begins the first that is needed and gets its slots.
-
         Where several tenants need some, the one that has had least is first. If it does not get its
         slots, those that run come: they hold pages, which it may wait for in turn.
-
-        Args:
-            may_evict_next: for one that waits also what others wait for that cannot start.
-        """
+        `may_evict_next`: for one that waits also what others wait for that cannot start."""
         if self._encoding is not None or not self._sequences:
             return self._encoding is not None
         blocked = self._blocked_running()

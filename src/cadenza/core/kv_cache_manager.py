@@ -46,14 +46,9 @@ class PageStore(Protocol):
     def is_reading(
         self, sequence: Sequence, now_s: float, missing: Callable[[], MissingPages]
     ) -> bool:
-        """Whether a waiting sequence should wait for pages that are being read.
-
-        Starts to read if pages are there; answers False once they have come, or after a bounded
-        time.
-
-        Args:
-            missing: returns what of the sequence's pages is not in the prefix cache.
-        """
+        """Whether a waiting sequence should wait for pages that are being read. Starts to read if
+        pages are there; answers False once they have come, or after a bounded time. `missing`:
+        returns what of the sequence's pages is not in the prefix cache."""
         ...
 
     def keep(self, key: bytes, page_id: int) -> None:
@@ -268,11 +263,8 @@ class KVCacheManager:
         self, sequence: Sequence, num_pages: int, write: Callable[[int], bool]
     ) -> bool:
         """Adds the snapshot after the first `num_pages` pages of a waiting sequence from a store;
-        False if these are not in the prefix cache, or it cannot be added.
-
-        Args:
-            write: as in `SequenceStates.install`.
-        """
+        False if these are not in the prefix cache, or it cannot be added. `write`: as in
+        `SequenceStates.install`."""
         states, found = self.sequence_states, self._find_pages(sequence)[0]
         if states is None or len(found) < num_pages:
             return False

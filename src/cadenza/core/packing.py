@@ -359,11 +359,8 @@ def rope_positions(
     attachments: SequenceOf[Attachment], start: int, stop: int
 ) -> npt.NDArray[np.int32]:
     """The positions of the tokens at indices [start, stop) of a sequence: [stop - start, 3].
-
-    Args:
-        attachments: all images of the sequence, by their place; each is a run of placeholders.
-            Those without a grid count as text.
-    """
+    `attachments`: all images of the sequence, by their place; each is a run of placeholders. Those
+    without a grid count as text."""
     found = np.empty((stop - start, NUM_AXES), np.int32)
     shift = 0  # of positions against indices
     done = start

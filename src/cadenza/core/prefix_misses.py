@@ -54,14 +54,10 @@ OnPrefix = Callable[[Sequence, PrefixMisses], None]
 
 @dataclass(slots=True, eq=False)
 class PrefixCounts:
-    """Prompt tokens looked up, found and missing; they never decrease.
-
-    `num_missed_prompts` are prompts by the reason of their `CacheMiss`; `num_differing_tokens` are
-    those from where a prompt differs from an earlier one, for that reason, to its end.
-
-    Args:
-        on_prefix: called with each sequence that is counted, and with why tokens were missing.
-    """
+    """Prompt tokens looked up, found and missing; they never decrease. `num_missed_prompts` are
+    prompts by the reason of their `CacheMiss`; `num_differing_tokens` are those from where a prompt
+    differs from an earlier one, for that reason, to its end. `on_prefix`: called with each sequence
+    that is counted, and with why tokens were missing."""
 
     on_prefix: OnPrefix | None = None
     num_queries: int = 0

@@ -54,16 +54,10 @@ class ScoringOptions:
 
 @dataclass(slots=True, kw_only=True)
 class ScoringCounts:
-    """Counters that never decrease.
-
-    Args:
-        num_scored: prompts.
-        num_remembered: requests' samples whose prompt had been scored before.
-        num_failed: scorings that were given up.
-        num_preempted: scorings that lost their pages and began again.
-        num_tokens: that the scorer computed.
-        scoring_ms: what steps took for it, by the predictions corrected so far.
-    """
+    """Counters that never decrease. `num_scored`: prompts. `num_remembered`: requests' samples
+    whose prompt had been scored before. `num_failed`: scorings that were given up. `num_preempted`:
+    scorings that lost their pages and began again. `num_tokens`: that the scorer computed.
+    `scoring_ms`: what steps took for it, by the predictions corrected so far."""
 
     num_scored: int = 0
     num_remembered: int = 0

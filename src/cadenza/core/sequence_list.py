@@ -28,6 +28,7 @@ class SequenceList(SequenceOf[Sequence]):
         self._sequences.insert(0, sequence)
 
     def remove(self, sequence: Sequence) -> None:
+        """Raises KeyError if it is not there."""
         index = bisect_left(self._sequences, self._ranks[sequence], key=self._ranks.__getitem__)
         del self._sequences[index], self._ranks[sequence]
 

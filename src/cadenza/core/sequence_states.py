@@ -132,11 +132,8 @@ class SequenceStates:
 
     def install(self, page_id: int, write: Callable[[int], bool]) -> bool:
         """Adds a snapshot after a page of the prefix cache from a store; False if there is one, or
-        no slot for it.
-
-        Args:
-            write: writes the state into the slot given; False if it cannot be used.
-        """
+        no slot for it. `write`: writes the state into the slot given; False if it cannot be
+        used."""
         if self.slots.slot_of(page_id) is not None:
             return False
         taken = self.slots.pool.try_allocate(1)

@@ -25,12 +25,9 @@ as many more."""
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Starts:
-    """Of one scheduler; `preempt` frees the row and the pages of a running sequence.
-
-    Args:
-        counts: of what prompts found in the prefix cache; None where none are looked up.
-        started: requests that have started, for the next step that computes anything.
-    """
+    """Of one scheduler; `preempt` frees the row and the pages of a running sequence. `counts`: of
+    what prompts found in the prefix cache; None where none are looked up. `started`: requests that
+    have started, for the next step that computes anything."""
 
     rows: RunningRows
     turns: Turns

@@ -135,14 +135,10 @@ def fit_step_cost(
     chunk: MeasuredStep,
     far_chunk: MeasuredStep | None,
 ) -> StepCost:
-    """The cost that four steps imply, one part after the other.
-
-    Args:
-        one_row: one token of one sequence, early in its context.
-        all_rows: one such token of each row; None if there is one row only.
-        chunk: prompt tokens from the context's start, without logits.
-        far_chunk: as many prompt tokens late in the context; None where keys cost nothing.
-    """
+    """The cost that four steps imply, one part after the other. `one_row`: one token of one
+    sequence, early in its context. `all_rows`: one such token of each row; None if there is one row
+    only. `chunk`: prompt tokens from the context's start, without logits. `far_chunk`: as many
+    prompt tokens late in the context; None where keys cost nothing."""
     num_more = max(1, chunk.load.num_tokens - one_row.load.num_tokens)
     token_ms = (chunk.ms - one_row.ms) / num_more
     logit_ms = key_ms = 0.0

@@ -27,16 +27,10 @@ class PromptQuanta(NamedTuple):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class StepPlan:
-    """The step that is being planned.
-
-    Args:
-        turns: who computes in it and who may start.
-        bound: of its time; None without one.
-        kept_share: of the time that decodes leave, what prompts leave to works.
-        passed: the retried sequence, if the step is not that one's own.
-        has_tokens: False: it is a work's alone.
-        work items: those of a prompt that are computed in it.
-    """
+    """The step that is being planned. `turns`: who computes in it and who may start. `bound`: of
+    its time; None without one. `kept_share`: of the time that decodes leave, what prompts leave to
+    works. `passed`: the retried sequence, if the step is not that one's own. `has_tokens`: False:
+    it is a work's alone. `work items`: those of a prompt that are computed in it."""
 
     turns: StepTurns
     running: Collection[Sequence]
@@ -65,13 +59,9 @@ class StepPlan:
 
 
 class StepDuration(NamedTuple):
-    """How long a step took.
-
-    Args:
-        idle_ms: how long the device waited before, if the step waited for the newest tokens.
-        cost: what was known of the cost of its tokens.
-        others_ms: what all in it but the work that is told was to take; None if not known.
-    """
+    """How long a step took. `idle_ms`: how long the device waited before, if the step waited for
+    the newest tokens. `cost`: what was known of the cost of its tokens. `others_ms`: what all in it
+    but the work that is told was to take; None if not known."""
 
     measured_ms: float
     idle_ms: float | None

@@ -55,12 +55,8 @@ NO_PARSER = "none"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolUse:
-    """The tools of a request.
-
-    Args:
-        choice: required: the answer is calls; auto: the model decides. `named` is the only function
-            that may be called.
-    """
+    """The tools of a request. `choice`: required: the answer is calls; auto: the model decides.
+    `named` is the only function that may be called."""
 
     tools: tuple[Tool, ...]
     choice: Literal["auto", "required"] = "auto"
@@ -100,13 +96,9 @@ class ToolUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskedAnswer:
-    """What is asked of an answer besides its form.
-
-    Args:
-        use: the tools that it may, or must, call; None: none.
-        max_thinking: the most tokens of reasoning; None: as many as the model likes.
-        thinks: False: without reasoning, where its marks are tokens and nothing else bounds it.
-    """
+    """What is asked of an answer besides its form. `use`: the tools that it may, or must, call;
+    None: none. `max_thinking`: the most tokens of reasoning; None: as many as the model likes.
+    `thinks`: False: without reasoning, where its marks are tokens and nothing else bounds it."""
 
     use: ToolUse | None = None
     max_thinking: int | None = None
@@ -157,12 +149,8 @@ class AnswerPlan:
 
 
 class AnswerPlanner:
-    """Plans answers of one model.
-
-    Args:
-        template: the source of its chat template.
-        reads_tools: the template has a place for tools.
-    """
+    """Plans answers of one model. `template`: the source of its chat template. `reads_tools`: the
+    template has a place for tools."""
 
     def __init__(
         self,

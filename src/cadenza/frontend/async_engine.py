@@ -153,6 +153,7 @@ class AsyncEngine:
         self._live.forget_viewers()
 
     def get_tokenizer(self) -> ModelTokenizer:
+        """The model's tokenizer with its chat template. Raises InvalidRequestError without one."""
         self._text.describe_tokenizer()
         return ModelTokenizer(self._text)
 
@@ -389,6 +390,7 @@ class OutputStream:
                 return output
 
     def take(self) -> RequestOutput | None:
+        """The next output if there is one, without waiting."""
         output = self.processor.make_output(self._kind)
         if output is not None:
             self._is_finished = output.finished

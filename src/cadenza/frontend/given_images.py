@@ -72,6 +72,7 @@ def _members(given: object) -> Mapping[str, object]:
 
 
 def image_input(given: object, where: str, detail: object = None) -> ImageInput:
+    """In one of the forms that programs have. Raises InvalidRequestError."""
     if isinstance(given, ImageInput):
         return given
     if detail not in (None, *DETAILS):
@@ -92,6 +93,7 @@ def image_input(given: object, where: str, detail: object = None) -> ImageInput:
 
 
 def read_image(path: Path, where: str) -> bytes:
+    """Raises InvalidRequestError."""
     try:
         with path.open("rb") as file:
             data = file.read(MAX_ENCODED_BYTES + 1)
@@ -109,6 +111,7 @@ def read_image(path: Path, where: str) -> bytes:
 
 
 def images_of_prompt(data: object) -> tuple[ImageInput, ...]:
+    """vLLM's `multi_modal_data`: {"image": one or a list}. Raises InvalidRequestError."""
     members = _members(data)
     if not isinstance(data, Mapping) or [name for name in members if name != "image"]:
         allowed = 'a mapping {"image": …}; there is no other kind'
@@ -144,6 +147,7 @@ class PooledPixels:
                 raise fault.named(image, place) from None
 
     def close(self) -> None:
+        """Idempotent; a later image starts processes again."""
         self._pool = None
         self._end()
 

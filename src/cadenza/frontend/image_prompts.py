@@ -98,12 +98,8 @@ class Spanned:
 
 
 class ImagePrompts:
-    """Of one model that sees.
-
-    Args:
-        template: the source of its chat template, if it has one.
-        source: of its images' pixels.
-    """
+    """Of one model that sees. `template`: the source of its chat template, if it has one. `source`:
+    of its images' pixels."""
 
     def __init__(
         self,
@@ -141,17 +137,10 @@ class ImagePrompts:
     def spanned(
         self, rendered: Rendered, encode: Callable[[str], SequenceOf[int]], most: int | None
     ) -> Spanned:
-        """The ids of a prompt, whose images only need to have headers.
-
-        Args:
-            encode: a text's ids.
-            most: of the ids that are allowed.
-
-        Raises:
-            TextTooLongError: there are more.
-            InvalidRequestError: there are more placeholders than images or fewer, or an image
-                cannot be taken.
-        """
+        """The ids of a prompt, whose images only need to have headers. `encode`: a text's ids.
+        `most`: of the ids that are allowed. Raises TextTooLongError: there are more. Raises
+        InvalidRequestError: there are more placeholders than images or fewer, or an image cannot be
+        taken."""
         laid_out = self._laid_out(rendered)
         ids = encode(laid_out.text)
         runs = [*laid_out.runs]

@@ -64,6 +64,7 @@ class LLM:
         self.close()
 
     def close(self) -> None:
+        """Frees the memory; idempotent. Nothing in a forked child, where the memory is a copy."""
         if self._owner.is_here:
             self._loaded.close()
 
@@ -82,6 +83,7 @@ class LLM:
         return self._loaded.text.defaults.complete(changes)
 
     def get_tokenizer(self) -> ModelTokenizer:
+        """The model's tokenizer with its chat template. Raises InvalidRequestError without one."""
         self._loaded.text.describe_tokenizer()
         return ModelTokenizer(self._loaded.text)
 
@@ -184,6 +186,7 @@ class LLM:
 
     @property
     def _text(self) -> TextFrontend:
+        """Raises EngineClosedError in a forked child, before anything is computed."""
         self._owner.check()
         return self._loaded.text
 

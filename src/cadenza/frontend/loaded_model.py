@@ -42,6 +42,7 @@ class EngineOwner:
         return os.getpid() == self.pid
 
     def check(self) -> None:
+        """Raises EngineClosedError in another process."""
         if not self.is_here:
             raise EngineClosedError(
                 f"the engine was loaded in process {self.pid}, of which process {os.getpid()} is a "
@@ -112,14 +113,9 @@ def open_model(
     backends: Backends = BACKENDS,
 ) -> PlannedModel:
     """Opens a checkpoint and its text front end, and plans its engine; loads no weights.
-
-    Args:
-        on_progress: is called while the weights are loaded.
-        backends: the backends that `config.backend` selects from.
-
-    Raises:
-        CheckpointError, ConfigError, DeviceUnavailableError: as their docstrings say.
-    """
+    `on_progress`: is called while the weights are loaded. `backends`: the backends that
+    `config.backend` selects from. Raises CheckpointError, ConfigError, DeviceUnavailableError: as
+    their docstrings say."""
     engine = open_planned(model, config, backends)
     checkpoint, plan = engine.checkpoint, engine.plan
     text = open_text(checkpoint, config, plan)

@@ -10,14 +10,10 @@ from cadenza.checkpoint import Checkpoint, count_parameters
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """A model as it is stored.
-
-    Args:
-        name: of its folder or file, or of its repository on a hub.
-        num_parameters: None for models that only a backend can read, as `num_bytes`.
-        stored_type: of most bytes of the weights, such as `bfloat16` or `Q4_K`.
-        max_position_embeddings: of tokens, that the model was made for.
-    """
+    """A model as it is stored. `name`: of its folder or file, or of its repository on a hub.
+    `num_parameters`: None for models that only a backend can read, as `num_bytes`. `stored_type`:
+    of most bytes of the weights, such as `bfloat16` or `Q4_K`. `max_position_embeddings`: of
+    tokens, that the model was made for."""
 
     name: str
     family: str

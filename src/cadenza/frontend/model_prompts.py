@@ -50,13 +50,10 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatPrompt:
-    """A prompt that the chat template renders, up to where the assistant answers.
-
-    Args:
-        tools: as chat templates read them.
-        asked: of the answer, which is split into reasoning, content and calls, and constrained as
-            it is asked for; None: its text stays whole, unless it is messages in channels.
-    """
+    """A prompt that the chat template renders, up to where the assistant answers. `tools`: as chat
+    templates read them. `asked`: of the answer, which is split into reasoning, content and calls,
+    and constrained as it is asked for; None: its text stays whole, unless it is messages in
+    channels."""
 
     messages: SequenceOf[Message]
     tools: SequenceOf[Message] | None = None
@@ -66,11 +63,8 @@ class ChatPrompt:
 
 class ModelPrompts:
     """Texts and ids of one checkpoint's prompts. Without a `template` it refuses conversations,
-    without a `tokenizer` texts, and images where the model does not see.
-
-    Args:
-        pixels: of its images; None: by processes of its own.
-    """
+    without a `tokenizer` texts, and images where the model does not see. `pixels`: of its images;
+    None: by processes of its own."""
 
     def __init__(
         self,
@@ -173,12 +167,8 @@ class ModelPrompts:
         add_special_tokens: bool = False,
     ) -> Spanned:
         """Token ids of a text in which a template has written its special tokens; its images need
-        only have headers.
-
-        Raises:
-            TextTooLongError: there are more than `max_num_tokens`.
-            InvalidRequestError: there is no tokenizer, or it or an image fails.
-        """
+        only have headers. Raises TextTooLongError: there are more than `max_num_tokens`. Raises
+        InvalidRequestError: there is no tokenizer, or it or an image fails."""
         tokenizer = self.need_tokenizer()
 
         def encode(text: str) -> SequenceOf[int]:
@@ -204,6 +194,7 @@ class ModelPrompts:
         return self._need_images().attachments(spanned)
 
     def need_tokenizer(self) -> Tokenizer:
+        """Raises InvalidRequestError without one."""
         if self.tokenizer is None:
             raise InvalidRequestError(
                 "this model has no tokenizer.json; give token ids instead of text", param="prompt"

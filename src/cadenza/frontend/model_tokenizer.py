@@ -17,6 +17,7 @@ class ModelTokenizer:
 
     @property
     def vocab_size(self) -> int:
+        """Number of entries, including added tokens."""
         return self._described["vocab_size"]
 
     @property
@@ -44,6 +45,7 @@ class ModelTokenizer:
         return [*self._text.encode(text, add_special_tokens=add_special_tokens)]
 
     def decode(self, token_ids: SequenceOf[int], skip_special_tokens: bool = False) -> str:
+        """The text of token ids. Raises InvalidRequestError."""
         return self._text.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def convert_ids_to_tokens(self, token_ids: SequenceOf[int]) -> list[str | None]:

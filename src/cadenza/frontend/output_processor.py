@@ -255,11 +255,8 @@ class OutputProcessor:
 
 
 class OutputRouter:
-    """Passes each event to the processor of its request.
-
-    Args:
-        cancel: ends in the engine a sample that has ended here, at a stop string or by a failure.
-    """
+    """Passes each event to the processor of its request. `cancel`: ends in the engine a sample that
+    has ended here, at a stop string or by a failure."""
 
     def __init__(self, cancel: CancelSample) -> None:
         self._cancel = cancel

@@ -81,13 +81,9 @@ PLAIN = RequestOptions()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """On which terms a request is admitted: who asks, and of which engine.
-
-    Args:
-        check: the engine's; None: the engine checks the request when it is submitted.
-        opens_images: where they lack their pixels; otherwise a request is left `pending`.
-        seal: a receipt that was asked for.
-    """
+    """On which terms a request is admitted: who asks, and of which engine. `check`: the engine's;
+    None: the engine checks the request when it is submitted. `opens_images`: where they lack their
+    pixels; otherwise a request is left `pending`. `seal`: a receipt that was asked for."""
 
     check: RequestCheck | None = None
     tenant: Tenant = ONE_TENANT
@@ -125,12 +121,8 @@ class PreparedRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextWorkers:
-    """What is done for a text front end elsewhere.
-
-    Args:
-        checks: of the forms of requests.
-        pixels: of images; None: by processes of its own.
-    """
+    """What is done for a text front end elsewhere. `checks`: of the forms of requests. `pixels`: of
+    images; None: by processes of its own."""
 
     checks: FormChecks = IN_PROCESS
     pixels: PixelSource | None = None

@@ -41,12 +41,8 @@ class BatchProgress:
 
 
 class ProgressLine:
-    """Redraws the line while a batch runs, as a context manager.
-
-    Args:
-        console: writes to a terminal; None writes nothing.
-        clock: seconds.
-    """
+    """Redraws the line while a batch runs, as a context manager. `console`: writes to a terminal;
+    None writes nothing. `clock`: seconds."""
 
     def __init__(
         self,

@@ -139,6 +139,7 @@ class SampleOutput:
         return self._ending is not None
 
     def finish(self, event: Finished) -> None:
+        """Text that was held back is shown; so with `abort`, but `fail` drops it."""
         self._end(
             Ending(
                 finish_reason=event.finish_reason,

@@ -62,14 +62,9 @@ class SamplingDefaults:
         return f"{shown} ({those}as in llama.cpp: the file recommends none)"
 
     def complete(self, given: Mapping[str, object], *, room: int | None = None) -> SamplingParams:
-        """`SamplingParams` with the `given` fields; the others have their default values.
-
-        Args:
-            room: tokens left in the context; limits a recommended `max_tokens`.
-
-        Raises:
-            InvalidRequestError: an unknown field, or a value out of bounds.
-        """
+        """`SamplingParams` with the `given` fields; the others have their default values. `room`:
+        tokens left in the context; limits a recommended `max_tokens`. Raises InvalidRequestError:
+        an unknown field, or a value out of bounds."""
         unknown = [name for name in given if name not in (*FIELD_NAMES, "structured_outputs")]
         if unknown:
             raise InvalidRequestError(

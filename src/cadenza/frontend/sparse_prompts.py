@@ -52,12 +52,8 @@ _OTHER_CONTENT = "\ue000"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SparsePrompts:
-    """Of one server.
-
-    Args:
-        config: None where it prunes none.
-        scored_tokens: of the longest prompt that the draft model scores; None: any.
-    """
+    """Of one server. `config`: None where it prunes none. `scored_tokens`: of the longest prompt
+    that the draft model scores; None: any."""
 
     config: SpecPrefillConfig | None = None
     scored_tokens: int | None = None
@@ -167,12 +163,9 @@ def places_in(
     messages: Sequence[Message], text: str, ids: Sequence[int], render: Render, encode: Encode
 ) -> list[PromptSpan]:
     """Where the tokens of a conversation are that are kept: its head, up to the first message that
-    is no system text, and the beginning of the user's last message.
-
-    Args:
-        text: the rendered conversation; `render` makes it of other messages.
-        ids: of the text; `encode` makes them of a part of it.
-    """
+    is no system text, and the beginning of the user's last message. `text`: the rendered
+    conversation; `render` makes it of other messages. `ids`: of the text; `encode` makes them of a
+    part of it."""
     places = [place for place, each in enumerate(messages) if each.get("role") == "user"]
     others = [n for n, each in enumerate(messages) if each.get("role") not in _FROM_SYSTEM]
     if not others:

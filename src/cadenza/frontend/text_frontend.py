@@ -148,12 +148,8 @@ class TextFrontend:
         terms: Terms = OWN_TERMS,
     ) -> PreparedRequest:
         """Makes a request of a prompt, checked where the terms have a check. Thread-safe; slow for
-        long texts.
-
-        Raises:
-            ContextLengthError: the prompt has more tokens than the terms' engine takes.
-            InvalidRequestError: the prompt or its params cannot be served.
-        """
+        long texts. Raises ContextLengthError: the prompt has more tokens than the terms' engine
+        takes. Raises InvalidRequestError: the prompt or its params cannot be served."""
         if not isinstance(params, SamplingParams | Mapping | None):
             raise must_be("params", params, "SamplingParams, or a mapping of some of its fields")
         most, check = None, terms.check
@@ -275,6 +271,7 @@ class TextFrontend:
         return replace(params, max_tokens=None if most >= context else room)
 
     def _predicted(self, prediction: str, most: int | None) -> tuple[int, ...]:
+        """Raises InvalidRequestError if there are more than `most` tokens."""
         encode = self.prompts.need_tokenizer().encode
         try:
             return tuple(encode(prediction, add_special_tokens=False, max_num_tokens=most))
@@ -416,11 +413,8 @@ class TextFrontend:
         self, conversation: ChatPrompt, *, add_special_tokens: bool = False
     ) -> tuple[str, tuple[int, ...]]:
         """The prompt's text and ids, up to where the assistant answers. Raises as `prepare`.
-
-        Args:
-            add_special_tokens: also add the tokenizer's special tokens; most templates write
-                theirs themselves.
-        """
+        `add_special_tokens`: also add the tokenizer's special tokens; most templates write theirs
+        themselves."""
         rendered = self.prompts.rendered(conversation)
         spanned = self.prompts.spanned(rendered, add_special_tokens=add_special_tokens)
         return rendered.text, spanned.ids
@@ -449,6 +443,7 @@ class TextFrontend:
         )
 
     def decode(self, token_ids: SequenceOf[int], *, skip_special_tokens: bool = False) -> str:
+        """Raises InvalidRequestError."""
         decode = self.prompts.need_tokenizer().decode
         return decode(token_ids, skip_special_tokens=skip_special_tokens)
 

@@ -43,11 +43,8 @@ _HEADER_NAME = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")  # a token of RFC 911
 
 class ApiKeys:
     """The keys that this server accepts. Each is a tenant of its own, named by its digest, unless
-    `named` has its tenant's name; a key there may be `sha256:` and its digest.
-
-    Raises:
-        ConfigError: a key is too short, or has characters that no header can carry.
-    """
+    `named` has its tenant's name; a key there may be `sha256:` and its digest. Raises ConfigError:
+    a key is too short, or has characters that no header can carry."""
 
     def __init__(self, keys: Iterable[str] = (), named: Mapping[str, str] | None = None) -> None:
         listed = list(dict.fromkeys(keys))
@@ -87,13 +84,9 @@ class ApiKeys:
 
 
 def read_keys(given: Iterable[str], file: Path | None) -> list[str]:
-    """Keys of flags and of a file, one a line; a line that begins with `#` is a comment.
-
-    An empty key, as of a variable that is not set, is an error and never an open server.
-
-    Raises:
-        ConfigError: the file cannot be read or holds no key.
-    """
+    """Keys of flags and of a file, one a line; a line that begins with `#` is a comment. An empty
+    key, as of a variable that is not set, is an error and never an open server. Raises ConfigError:
+    the file cannot be read or holds no key."""
     keys = list(given)
     if file is None:
         return keys
@@ -109,14 +102,9 @@ def read_keys(given: Iterable[str], file: Path | None) -> list[str]:
 
 
 class Cors:
-    """The allowed origins of one server; without any, CORS is off.
-
-    Args:
-        origins: `scheme://host[:port]`, `null` (pages without an origin, such as files), or `*`.
-
-    Raises:
-        ConfigError: an origin has another form, which no browser sends.
-    """
+    """The allowed origins of one server; without any, CORS is off. `origins`:
+    `scheme://host[:port]`, `null` (pages without an origin, such as files), or `*`. Raises
+    ConfigError: an origin has another form, which no browser sends."""
 
     def __init__(self, origins: Iterable[str] = ()) -> None:
         self._origins = frozenset(_normal(origin) for origin in origins)

@@ -38,11 +38,7 @@ def room_within(num_descriptors: int) -> int:
 
 class Connections:
     """The open connections, each idle or with a request in progress. For one event loop.
-
-    Args:
-        max_open: idle and busy ones together.
-        clock: seconds, monotonic.
-    """
+    `max_open`: idle and busy ones together. `clock`: seconds, monotonic."""
 
     def __init__(self, max_open: int, counts: ServedCounts, clock: Callable[[], float]) -> None:
         self.max_open = max_open
@@ -129,14 +125,10 @@ class Connections:
 
 
 class Acceptor:
-    """Accepts from one listening socket while there is room, on the running event loop.
-
-    In place of asyncio's own server, which accepts until the descriptors are used up.
-
-    Args:
-        make_protocol: makes a connection's protocol, which reports its state to `connections`.
-        handshake_s: how long a TLS handshake may take.
-    """
+    """Accepts from one listening socket while there is room, on the running event loop. In place of
+    asyncio's own server, which accepts until the descriptors are used up. `make_protocol`: makes a
+    connection's protocol, which reports its state to `connections`. `handshake_s`: how long a TLS
+    handshake may take."""
 
     def __init__(
         self,

@@ -320,12 +320,8 @@ def error_of(
     state: EngineState,
     param_of: ParamOf = same_param,
 ) -> ApiError:
-    """The answer to a request that was refused.
-
-    Args:
-        state: the engine's.
-        param_of: the name in the endpoint's body of what the error names.
-    """
+    """The answer to a request that was refused. `state`: the engine's. `param_of`: the name in the
+    endpoint's body of what the error names."""
     if isinstance(error, InvalidRequestError):
         param = param_of(error.param)
         if not isinstance(error, ContextLengthError):

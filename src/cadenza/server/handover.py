@@ -54,13 +54,9 @@ class ServerSockets:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangeOptions:
-    """One side of the exchange.
-
-    Args:
-        user_id: the user that the other side must be, too.
-        exchange_s: the longest time for which a predecessor serves one successor.
-        answer_s: the longest wait of a successor for an answer; others may be served before it.
-    """
+    """One side of the exchange. `user_id`: the user that the other side must be, too. `exchange_s`:
+    the longest time for which a predecessor serves one successor. `answer_s`: the longest wait of a
+    successor for an answer; others may be served before it."""
 
     user_id: int = field(default_factory=os.geteuid)
     protocol: int = PROTOCOL

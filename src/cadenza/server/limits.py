@@ -148,11 +148,7 @@ Result = TypeVar("Result")
 
 
 class CallImages:
-    """For one event loop.
-
-    Args:
-        bodies: the budget of bytes.
-    """
+    """For one event loop. `bodies`: the budget of bytes."""
 
     def __init__(self, fetcher: MediaFetcher, bodies: BodyBudget) -> None:
         self._bodies = bodies

@@ -26,12 +26,9 @@ _POLL_MS = 1000
 
 
 class LogQueue:
-    """Writes lines to `descriptor`, on a thread that lasts until `close`.
-
-    Args:
-        describe_dropped: makes the line with the number of dropped lines.
-        max_bytes: of the queued lines; those being written may be as many again.
-    """
+    """Writes lines to `descriptor`, on a thread that lasts until `close`. `describe_dropped`: makes
+    the line with the number of dropped lines. `max_bytes`: of the queued lines; those being written
+    may be as many again."""
 
     def __init__(
         self,

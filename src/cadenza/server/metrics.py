@@ -110,11 +110,8 @@ class CountedModel(Protocol):
 
 class Metrics(Collector):
     """The registry of one server; the families are made from the counts at each collection.
-
-    Args:
-        counts: of the front end; they have the first model's name.
-        has_loads: whether models are loaded when they are asked for.
-    """
+    `counts`: of the front end; they have the first model's name. `has_loads`: whether models are
+    loaded when they are asked for."""
 
     def __init__(
         self,

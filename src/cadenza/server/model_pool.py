@@ -33,17 +33,10 @@ RETRY_S, MAX_RETRY_S = 30.0, 3600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolOptions:
-    """How many models are loaded, and for how long.
-
-    Args:
-        max_loaded: models that are loaded at the same time, at most.
-        idle_unload_s: a model that was not used for so long is unloaded; None: never.
-        max_waiting: calls that wait for one model, at most.
-        max_waiting_bytes: the bytes of all bodies that wait; an empty queue takes any.
-
-    Raises:
-        ConfigError: a value cannot work.
-    """
+    """How many models are loaded, and for how long. `max_loaded`: models that are loaded at the
+    same time, at most. `idle_unload_s`: a model that was not used for so long is unloaded; None:
+    never. `max_waiting`: calls that wait for one model, at most. `max_waiting_bytes`: the bytes of
+    all bodies that wait; an empty queue takes any. Raises ConfigError: a value cannot work."""
 
     max_loaded: int = 1
     idle_unload_s: float | None = None

@@ -27,14 +27,9 @@ class WaitingCall:
 
 @dataclass(slots=True, eq=False)
 class ModelTurn:
-    """The state of one model.
-
-    Args:
-        num_calls: that were admitted and have not ended.
-        waiting: calls that are not admitted yet, in the order of arrival.
-        ready_s: when it was loaded; `used_s`: when its last call ended, or it was loaded.
-        load_s: how long its last load took.
-    """
+    """The state of one model. `num_calls`: that were admitted and have not ended. `waiting`: calls
+    that are not admitted yet, in the order of arrival. `ready_s`: when it was loaded; `used_s`:
+    when its last call ended, or it was loaded. `load_s`: how long its last load took."""
 
     state: ModelState = "unloaded"
     num_calls: int = 0

@@ -46,16 +46,10 @@ _KEY_ADVICE = "<p>This server has API keys: its model is shown to whoever sends 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageFacts:
-    """What the page shows.
-
-    Args:
-        state: of the engine, in one word, and why, if that is known.
-        models: their names; None where the reader may not know them.
-        needs_key: whether requests need an API key.
-        facts: of the model, by what they are.
-        address: the URL of this server, as the reader called it.
-        endpoints: method and path of each, by the API that has it.
-    """
+    """What the page shows. `state`: of the engine, in one word, and why, if that is known.
+    `models`: their names; None where the reader may not know them. `needs_key`: whether requests
+    need an API key. `facts`: of the model, by what they are. `address`: the URL of this server, as
+    the reader called it. `endpoints`: method and path of each, by the API that has it."""
 
     version: str
     state: str

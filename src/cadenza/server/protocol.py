@@ -190,14 +190,10 @@ class BoundedProtocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def _parse(self, data: bytes) -> None:
-        """Offers to upgrade are ignored (RFC 9110, 7.8).
-
-        The parser takes a request with an `Upgrade` header to end with its head, and its body for
-        the new protocol. So the head is parsed once more without that header, and then its body.
-
-        Raises:
-            httptools.HttpParserError: this is no HTTP, or a callback has raised.
-        """
+        """Offers to upgrade are ignored (RFC 9110, 7.8). The parser takes a request with an
+        `Upgrade` header to end with its head, and its body for the new protocol. So the head is
+        parsed once more without that header, and then its body. Raises httptools.HttpParserError:
+        this is no HTTP, or a callback has raised."""
         rest = memoryview(data)
         while True:
             try:

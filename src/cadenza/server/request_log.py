@@ -105,14 +105,9 @@ class CallTrace(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerTimes:
-    """Seconds of a call so far.
-
-    Args:
-        total_s: since it arrived.
-        first_s: until its first token; None without one.
-        prompt_s: until its first token, or until its prompts were read where nothing is generated.
-        decode_s: from its first token to its newest.
-    """
+    """Seconds of a call so far. `total_s`: since it arrived. `first_s`: until its first token; None
+    without one. `prompt_s`: until its first token, or until its prompts were read where nothing is
+    generated. `decode_s`: from its first token to its newest."""
 
     total_s: float = 0.0
     first_s: float | None = None

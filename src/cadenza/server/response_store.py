@@ -15,11 +15,8 @@ MAX_TURNS = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreBounds:
-    """What is kept at most, and for how many seconds after the last use.
-
-    Raises:
-        ConfigError: a value cannot work.
-    """
+    """What is kept at most, and for how many seconds after the last use. Raises ConfigError: a
+    value cannot work."""
 
     max_count: int = 1024
     max_bytes: int = 64 << 20
@@ -37,13 +34,8 @@ class StoreBounds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredResponse:
-    """A response, open or ended.
-
-    Args:
-        previous_id: the response that it goes on from.
-        input: its input items, as JSON.
-        body: the response, as JSON.
-    """
+    """A response, open or ended. `previous_id`: the response that it goes on from. `input`: its
+    input items, as JSON. `body`: the response, as JSON."""
 
     id: str
     previous_id: str | None
@@ -63,11 +55,7 @@ class _Entry:
 
 
 class ResponseStore:
-    """For one event loop.
-
-    Args:
-        clock: seconds, monotonic.
-    """
+    """For one event loop. `clock`: seconds, monotonic."""
 
     def __init__(self, bounds: StoreBounds, clock: Callable[[], float]) -> None:
         self.num_bytes = 0

@@ -252,13 +252,8 @@ class ServedModel:
 class OpenCall:
     """One call's prompts, and the streams of those that were submitted. Its context submits the
     further prompts, in turns with those of other calls; leaving it cancels what still runs.
-
-    `num_unfinished` is the number of prompts whose end has not been taken.
-
-    Args:
-        use: of the tenant; it counts the prompts that are submitted, each but the first, which the
-            call itself counts for.
-    """
+    `num_unfinished` is the number of prompts whose end has not been taken. `use`: of the tenant; it
+    counts the prompts that are submitted, each but the first, which the call itself counts for."""
 
     def __init__(
         self, prepared: Sequence[PreparedRequest], model: ServedModel, use: TenantUse

@@ -28,13 +28,8 @@ ChoiceObject = dict[str, Any]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerHead:
     """What is known of an answer before it begins; `usage` and `times` are those of the answer so
-    far.
-
-    Args:
-        text: the model's.
-        read_fingerprint: None until it is known.
-        now: seconds since 1970, for the time of a chunk; None: `created` is that of all.
-    """
+    far. `text`: the model's. `read_fingerprint`: None until it is known. `now`: seconds since 1970,
+    for the time of a chunk; None: `created` is that of all."""
 
     request_id: str
     created: int

@@ -15,13 +15,8 @@ from cadenza.server.sse import AnswerHead, PromptInfo, StreamEncoder, schema_mar
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """One block; the text of a call is its arguments.
-
-    Args:
-        index: its place in the answer.
-        name: the function that is called.
-        call_id: of a call.
-    """
+    """One block; the text of a call is its arguments. `index`: its place in the answer. `name`: the
+    function that is called. `call_id`: of a call."""
 
     index: int
     kind: PartKind

@@ -65,13 +65,9 @@ GENERATION_STATUSES = (400, 413, 415, 404, 429, 500, 503, 504)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallContext:
-    """What a call may depend on besides its body.
-
-    Args:
-        responses: the stored ones, of all tenants.
-        seal: of this server's receipts.
-        engine: the model's, and `fingerprint` that of its answers, once the model is loaded.
-    """
+    """What a call may depend on besides its body. `responses`: the stored ones, of all tenants.
+    `seal`: of this server's receipts. `engine`: the model's, and `fingerprint` that of its answers,
+    once the model is loaded."""
 
     tenant: str
     request_id: str
@@ -134,11 +130,8 @@ class CallRequest(CallBody, ABC):
 
     @abstractmethod
     def sampling(self, text: TextFrontend) -> SamplingParams:
-        """The sampling parameters; unset ones are the checkpoint's recommendations.
-
-        Raises:
-            InvalidRequestError: the values do not go together.
-        """
+        """The sampling parameters; unset ones are the checkpoint's recommendations. Raises
+        InvalidRequestError: the values do not go together."""
 
     @abstractmethod
     def prompts(self, text: TextFrontend) -> Sequence[AnyPrompt]:
@@ -261,11 +254,8 @@ def check_num_logprobs(name: str, number: int, limits: ServerLimits) -> None:
 
 @dataclass(frozen=True, slots=True)
 class GeneratingEndpoint:
-    """One endpoint that calls the engine, and the type of its requests.
-
-    Args:
-        statuses: of its answers besides 200.
-    """
+    """One endpoint that calls the engine, and the type of its requests. `statuses`: of its answers
+    besides 200."""
 
     name: str
     path: str

@@ -199,11 +199,8 @@ class OllamaPromptRequest(OllamaRequest):
 
 
 class LineEncoder(BlockEncoder):
-    """Its events are lines.
-
-    Args:
-        num_top_logprobs: the number of likeliest tokens to show; None: no log probabilities.
-    """
+    """Its events are lines. `num_top_logprobs`: the number of likeliest tokens to show; None: no
+    log probabilities."""
 
     def __init__(self, head: AnswerHead, shape: AnswerShape, num_top_logprobs: int | None) -> None:
         super().__init__(head)

@@ -31,14 +31,10 @@ _ITEM_PREFIXES: dict[PartKind, str] = {"content": "msg", "reasoning": "rs", "too
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseFrame:
-    """The facts about a response that are known before it begins.
-
-    Args:
-        fields: the object without status, output and usage.
-        input: the input items, with their ids, as JSON; only what is stored needs them.
-        store: where it is stored; None: nowhere.
-        tools: those that may be called, by their names in calls.
-    """
+    """The facts about a response that are known before it begins. `fields`: the object without
+    status, output and usage. `input`: the input items, with their ids, as JSON; only what is stored
+    needs them. `store`: where it is stored; None: nowhere. `tools`: those that may be called, by
+    their names in calls."""
 
     fields: dict[str, Any]
     input: bytes

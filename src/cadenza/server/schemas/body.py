@@ -48,12 +48,8 @@ class Effect(Enum):
 
 class Field(Generic[T_co]):
     """One member of a declared object; an instance has its checked value, or the default.
-
-    Args:
-        default: the value for null or absence, shown in the description; None: not fixed.
-
-    `target` is the name under which a body has the value; for an `Alias` it is not `name`.
-    """
+    `default`: the value for null or absence, shown in the description; None: not fixed. `target` is
+    the name under which a body has the value; for an `Alias` it is not `name`."""
 
     def __init__(
         self,
@@ -93,12 +89,8 @@ class Field(Generic[T_co]):
 
 
 class Alias(Field[Any]):
-    """Another engine's name of a field; its value is that field's.
-
-    Args:
-        targets: the names of that field; the first one that a body has.
-        type: of the values, where it is not that field's.
-    """
+    """Another engine's name of a field; its value is that field's. `targets`: the names of that
+    field; the first one that a body has. `type`: of the values, where it is not that field's."""
 
     def __init__(self, *targets: str, type: FieldType[Any] | None = None) -> None:
         super().__init__(anything, "")

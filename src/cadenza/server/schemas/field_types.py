@@ -42,12 +42,8 @@ class CheckedBy(Generic[T]):
 def field_type(
     schema: Schema | Callable[[], Schema],
 ) -> Callable[[Callable[[str, object], T]], CheckedBy[T]]:
-    """Makes a field type of the function that checks its values.
-
-    Args:
-        schema: of the values; a function of no arguments where it depends on the policy on unknown
-            members.
-    """
+    """Makes a field type of the function that checks its values. `schema`: of the values; a
+    function of no arguments where it depends on the policy on unknown members."""
     described: Callable[[], Schema] = schema if callable(schema) else lambda: schema
     return lambda check: CheckedBy(check, described)
 

@@ -258,10 +258,7 @@ def _shown_output(given: Sequence[str | dict[str, Any]]) -> str | list[dict[str,
 
 def messages_of(items: Sequence[Mapping[str, Any]], num_stored: int = 0) -> list[Message]:
     """Chat messages of items: reasoning, text and calls of one turn are one assistant's message.
-
-    Args:
-        num_stored: of the items, which are in no field of the body.
-    """
+    `num_stored`: of the items, which are in no field of the body."""
     conversation = ConversationBuilder()
     for place, item in enumerate(items):
         where = f"input[{place - num_stored}]" if place >= num_stored else "previous_response_id"

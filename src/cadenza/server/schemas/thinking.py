@@ -65,13 +65,8 @@ _OFF = ("disabled", "off")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskedThinking:
-    """What a field asks for; None: nothing.
-
-    Args:
-        is_on: whether the model thinks.
-        effort: one of `EFFORTS`.
-        max_tokens: the most tokens of thinking; -1: no bound.
-    """
+    """What a field asks for; None: nothing. `is_on`: whether the model thinks. `effort`: one of
+    `EFFORTS`. `max_tokens`: the most tokens of thinking; -1: no bound."""
 
     is_on: bool | None = None
     effort: str | None = None
@@ -148,14 +143,8 @@ class ThinkingSwitches(Body):
     stream_reasoning: Field[Any] = unsupported("reasoning at once at its end", True)
 
     def asked_thinking(self, own: Mapping[str, AskedThinking]) -> AskedThinking:
-        """What all fields ask for together.
-
-        Args:
-            own: what the body's own fields ask for, by their names.
-
-        Raises:
-            ApiError: (400) two of them ask for different things.
-        """
+        """What all fields ask for together. `own`: what the body's own fields ask for, by their
+        names. Raises ApiError: (400) two of them ask for different things."""
         effort = AskedThinking(effort=self.values.get("reasoning_effort"))
         asked = {"reasoning_effort": effort, **own, **self._switches()}
         return AskedThinking(

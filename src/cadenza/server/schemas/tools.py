@@ -79,12 +79,9 @@ _WANTED = 'a list of tools such as {"type": "function", "function": {"name": …
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseTool(Tool):
-    """A tool as a function.
-
-    Args:
-        own_name: the one that the client gave; `name` has the namespace before it.
-        given: the object of a custom tool, or of the namespace, which a response repeats.
-    """
+    """A tool as a function. `own_name`: the one that the client gave; `name` has the namespace
+    before it. `given`: the object of a custom tool, or of the namespace, which a response
+    repeats."""
 
     kind: Literal["function", "custom"] = "function"
     own_name: str

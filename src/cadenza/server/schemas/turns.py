@@ -20,12 +20,9 @@ Image = TypeVar("Image")
 
 @dataclass(frozen=True, slots=True)
 class TextParts:
-    """A text, or a list of parts that hold texts; checked into the texts.
-
-    Args:
-        types: of the parts that hold a text; any other is not built.
-        part: a part's members, of which `type` and `text` are two; a `refusal` stands for a text.
-    """
+    """A text, or a list of parts that hold texts; checked into the texts. `types`: of the parts
+    that hold a text; any other is not built. `part`: a part's members, of which `type` and `text`
+    are two; a `refusal` stands for a text."""
 
     types: tuple[str, ...]
     part: type[DeclaredObject]
@@ -59,12 +56,9 @@ class TextParts:
 
 @dataclass(frozen=True, slots=True)
 class SeenParts(Generic[Image]):
-    """As `texts`, whose parts may also be images; checked into texts and images.
-
-    Args:
-        declared: the members of a part that has an image; its type is `kind`.
-        read: makes the image of a part of a field's name, at a place.
-    """
+    """As `texts`, whose parts may also be images; checked into texts and images. `declared`: the
+    members of a part that has an image; its type is `kind`. `read`: makes the image of a part of a
+    field's name, at a place."""
 
     texts: TextParts
     kind: str
