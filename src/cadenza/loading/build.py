@@ -122,7 +122,7 @@ def describe_backend(
     """Raises as `Backend.describe`."""
     backend = find_backend(config.backend, backends)
     if config.gpu_memory_utilization is not None:
-        backend.record_reservation(config.gpu_memory_utilization)
+        backend.reserve_memory(config.gpu_memory_utilization)
     return backend.describe(config.device, config.ops, checkpoint)
 
 

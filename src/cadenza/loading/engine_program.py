@@ -85,7 +85,7 @@ def _with_share_of_gpu(start: Start, backends: Backends) -> EngineConfig:
         return config
     if config.gpu_memory_utilization is not None:
         return replace(config, gpu_memory_utilization=config.gpu_memory_utilization / num_engines)
-    find_backend(config.backend, backends).record_reservation(GPU_SHARE / num_engines)
+    find_backend(config.backend, backends).reserve_memory(GPU_SHARE / num_engines)
     return config
 
 
