@@ -21,10 +21,10 @@ MAX_LINES: Mapping[str, int] = {
     "checkpoint": 15_320,  # the families of 2026, and how they see
     "cli": 6_620,  # images of prompts; arguments of an application on Ray; sparse prefill
     "cluster": 1_800,  # replicas on several machines, shared by front ends, and their number
-    "core": 9_790,  # slots of recurrent states; what drafts saved and cost; images
+    "core": 9_760,  # slots of recurrent states; what drafts saved and cost; images
     "engine": 7_400,  # checks and costs of images
     "exporting": 420,  # modules for IREE
-    "frontend": 4_480,  # images of prompts
+    "frontend": 4_460,  # images of prompts
     "loading": 3_290,  # memory of images
     "media": 1_350,
     "server": 15_390,  # the page at /, images

@@ -122,14 +122,9 @@ class LoadFigures:
     """The measured load; `concurrency`: None for arrivals at a rate. TTFT: start to first content.
     ITL: gaps between content chunks, all pooled. TPOT: (end - first content) / (output tokens - 1),
     one for each request. E2E: start to end. Tokens per second are the usage counts, never chunks,
-    over the time from the first request to the end of the last answer.
-
-    Args:
-        num_good: answers that keep the bounds of --goodput; None without it.
-        send_lag: due to sent, in an open loop.
-        probe: the whole latency of probe requests.
-        client: None where it was not watched.
-    """
+    over the time from the first request to the end of the last answer. `num_good`: answers that
+    keep the bounds of --goodput; None without it. `send_lag`: due to sent, in an open loop.
+    `probe`: the whole latency of probe requests. `client`: None where it was not watched."""
 
     concurrency: int | None
     arrivals: Arrivals | None

@@ -14,15 +14,11 @@ ImageKey = tuple[str, bytes]
 
 @dataclass(slots=True, eq=False)
 class EncodedImage:
-    """An image that has slots.
-
-    Args:
-        slots: [N], one for each placeholder, in order.
-        is_ready: all steps that are launched from now on may read the slots.
-        num_pins: launched steps that read or write them and have not been read.
-        is_dropped: nobody finds it any more; its slots are free once nothing pins it.
-        first_user: the request whose tokens were the first to read them; None before.
-    """
+    """An image that has slots. `slots`: [N], one for each placeholder, in order. `is_ready`: all
+    steps that are launched from now on may read the slots. `num_pins`: launched steps that read or
+    write them and have not been read. `is_dropped`: it is not found any more; its slots are free
+    once nothing pins it. `first_user`: the request whose tokens were the first to read them; None
+    before."""
 
     key: ImageKey
     slots: npt.NDArray[np.int32]
@@ -125,7 +121,7 @@ class ImageSlots:
 
     @property
     def free_slots(self) -> list[int]:
-        """Those that nobody may read."""
+        """Slots that no sequence may read."""
         return list(self._free)
 
     def check_invariants(self) -> None:

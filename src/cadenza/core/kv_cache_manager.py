@@ -231,15 +231,11 @@ class KVCacheManager:
     def install(
         self, sequence: Sequence, first: int, count: int, write: Callable[[list[int], int], bool]
     ) -> int:
-        """Adds pages of a waiting sequence from a store to the prefix cache; returns how many.
-
-        They are the `count` pages after its first `first` pages. Pages that are cached by now are
-        left out; none is added if those before are not, or if too few pages are free or cached.
-
-        Args:
-            write: writes the contents into the pages given, starting from the content of the
-                sequence's page of the index given; False if they cannot be used.
-        """
+        """Adds pages of a waiting sequence from a store to the prefix cache; returns how many. They
+        are the `count` pages after its first `first` pages. Pages that are cached by now are left
+        out; none is added if those before are not, or if too few pages are free or cached. `write`:
+        writes the contents into the pages given, starting from the content of the sequence's page
+        of the index given; False if they cannot be used."""
         assert self.prefix_cache is not None
         known, known_serial = self._find_pages(sequence)
         start, end = len(known), first + count

@@ -14,11 +14,11 @@ NEWEST_PARTS = 4
 """The newest pages are one in so many."""
 
 ROUNDS = 4
-"""By how many pools of evictions a shared page ages later, and one that few can use earlier."""
+"""Pools of evictions by which a shared page counts as used later, one that few share as earlier."""
 
 
 class PageClass(IntEnum):
-    """What a page is worth: it is a state from which its conversation has gone on; holds tokens
+    """What a page is worth: it is a state after which its conversation continued; holds tokens
     after a gap of a pruned prompt, which only the same prompt can share; generated tokens that no
     request has found; those of a prompt; or those after which several requests went on."""
 

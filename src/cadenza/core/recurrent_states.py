@@ -228,7 +228,7 @@ class RecurrentStates:
         return True
 
     def roll(self, state: SequenceState, snapshot: StateSnapshot) -> None:
-        """Drops the snapshot that a sequence published before this one, unless somebody took it."""
+        """Drops the snapshot that a sequence published before this one if no other took it."""
         if state.rolled is not None:
             page_id, slot = state.rolled
             is_there = self._slot_of.get(page_id) == slot and self.pool.is_reusable(slot)
@@ -302,7 +302,7 @@ class RecurrentStates:
         return slot is not None and self.pool.is_own(slot)
 
     def _try_write_over(self, state: SequenceState) -> bool:
-        """Gives up the snapshot that the current state is; whether nobody else needs its slot."""
+        """Gives up the snapshot that the current state is; True if nothing else needs its slot."""
         slot = state.current
         if slot is None:
             return False

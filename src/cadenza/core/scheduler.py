@@ -38,17 +38,12 @@ def no_works(_: Turns) -> tuple[StepWork, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerOptions:
-    """What decides who runs when, and never what comes of it.
-
-    Args:
-        step_bound: bounds the time of steps; None bounds only their tokens.
-        step_cost: what steps cost, where there is no bound; None if it is not known.
-        batching: "static" starts sequences only when all that ran have ended, as many as there are
-            rows and pages for.
-        on_prefix: called with each sequence whose prompt was looked up, as it starts, and with why
-            tokens were missing.
-        works: makes what steps do alongside tokens, for the turns of its sequences.
-    """
+    """What decides who runs when, and never what comes of it. `step_bound`: bounds the time of
+    steps; None bounds only their tokens. `step_cost`: what steps cost, where there is no bound;
+    None if it is not known. `batching`: "static" starts sequences only when all that ran have
+    ended, as many as there are rows and pages for. `on_prefix`: called with each sequence whose
+    prompt was looked up, as it starts, and with why tokens were missing. `works`: makes what steps
+    do alongside tokens, for the turns of its sequences."""
 
     step_bound: StepBound | None = None
     step_cost: StepCost | None = None
@@ -131,7 +126,6 @@ class Scheduler:
         return any(work.must_follow(self.running, number, cost) for work in self.works)
 
     def observe(self, batch: Batch, measured_ms: float, idle_ms: float | None = None) -> None:
-        """A step took `measured_ms`, after `idle_ms` if it waited for the newest tokens."""
         self._times.observe(batch, measured_ms, idle_ms)
 
     def predict_ms(self, batch: Batch) -> float | None:
@@ -288,7 +282,6 @@ class Scheduler:
         plan: StepPlan,
         budget: StepBudget,
     ) -> list[BatchEntry]:
-        """Of sequences with several uncomputed tokens."""
         prompts = [each for each in sequences if each.status is SequenceStatus.RUNNING]
         if not prompts:
             return []

@@ -192,7 +192,7 @@ class ScoringQueue(StepWork):
         self._scoring_of[sequence] = scoring
 
     def remove(self, sequence: Sequence) -> None:
-        """A sequence has ended. A prompt that nobody else waits for is not scored."""
+        """A prompt that no other sequence waits for is not scored."""
         scoring = self._scoring_of.pop(sequence, None)
         if scoring is not None:
             del scoring.waiters[sequence]

@@ -223,7 +223,6 @@ class Sequence:
 
     @property
     def awaits_fork(self) -> bool:
-        """True while one of its siblings may start from its state."""
         return any(each.is_fresh for each in self.siblings)
 
     @property

@@ -1,6 +1,6 @@
-"""`SpanQueue`: the bidirectional image block computed in work items (`whole_spans`); the device
-keeps one's residual stream. Invariant: until its last item is launched, its holder stays at the
-block's start and none of its rows count; losing the row, pages or device state drops the block."""
+"""`SpanQueue`: the span that is computed in work items (`whole_spans`); the device keeps one span's
+residual stream. Invariant: until its last item is launched, its holder stays at the span's start
+and none of its rows count; losing the row, pages or device state drops the span."""
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ from cadenza.core.whole_spans import SpanRest, SpanShape, WholeSpan, cut_within
 
 @dataclass(slots=True, eq=False)
 class _Held:
-    """The block computed for a sequence: its uncomputed rows, of which work items are launched or
+    """The span computed for a sequence: its uncomputed rows, of which work items are launched or
     planned."""
 
     sequence: Sequence
@@ -52,7 +52,7 @@ class SpanQueue(StepWork):
             self._held = None
 
     def serves(self, sequence: Sequence) -> bool:
-        """Logit rows within blocks and recurrent states need a whole step."""
+        """Logit rows within spans and recurrent states need a whole step."""
         return (
             bool(sequence.whole_spans) and not sequence.needs_prompt_rows and sequence.state is None
         )
@@ -64,7 +64,7 @@ class SpanQueue(StepWork):
         return replace(part, has_quanta=True, rest=rest)
 
     def rest_of(self, sequence: Sequence, start: int) -> SpanRest | None:
-        """The rest of the block at `start`, if nobody holds another or asked before in this step. A
+        """The rest of the span at `start`, if no other is held or was asked for in this step. A
         step of one retried sequence displaces the holder."""
         span = cut_within(sequence.whole_spans, start + 1)
         if span is None:
@@ -81,7 +81,7 @@ class SpanQueue(StepWork):
         return held.rest
 
     def launch(self, plan: StepPlan, batch: Batch) -> int:
-        """The last work item completes the block; of a prompt's last token only keys and values."""
+        """The last work item completes the span; of a prompt's last token only keys and values."""
         held = self._held
         if plan.quanta is None:
             return 0

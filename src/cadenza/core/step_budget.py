@@ -149,8 +149,8 @@ class PromptBudget:
         return count
 
     def take_quanta(self, rest: SpanRest, share: float) -> int:
-        """Takes work items that fit `share` of the time, at least one where tokens are granted or
-        time is unbounded; returns how many."""
+        """Takes work items that fit `share` of the time; where tokens are granted at least one or,
+        with no time left, as many as these tokens are worth. Returns how many."""
         granted = int(self.num_granted * share)
         count = rest.num_within(self.left_ms * share)
         if not count and granted and rest.num_left:

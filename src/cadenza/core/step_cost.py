@@ -24,7 +24,6 @@ class StepLoad:
     num_keys: int = 0
 
     def plus(self, start: int, count: int, num_logits: int) -> "StepLoad":
-        """With `count` more tokens of one sequence, the first at position `start`."""
         return StepLoad(
             num_tokens=self.num_tokens + count,
             num_logits=self.num_logits + num_logits,
@@ -176,7 +175,7 @@ def last_granted(max_model_len: int) -> int:
 
 def derive_bound_ms(cost: StepCost, num_rows: int, max_model_len: int) -> float:
     """At least 50 ms: twice a full decode step or, if longer, one with the fewest prompt tokens at
-    `BOUND_CONTEXT`."""
+    the end of the context or of `BOUND_CONTEXT`."""
     decode_ms = cost.predict_ms(full_decode(num_rows))
     granted_ms = cost.granted_ms(num_rows, last_granted(max_model_len))
     return max(MIN_BOUND_MS, DECODE_STEPS_PER_BOUND * decode_ms, granted_ms)

@@ -47,19 +47,12 @@ class DraftSlot(NamedTuple):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class DraftStep:
-    """The step for which drafts are wanted.
-
-    Args:
-        load: without drafts.
-        cost: of the step with so many drafts; None if it is not known.
-        room: drafts that the step may still have.
-        pace: of its sequences; see `pace_of`.
-        wait_ms: what is lost before a step that is scheduled when no step is in flight.
-        waits_anyway: the next step waits for this one, whether there are more drafts or not.
-        accounts: what a second model's drafts have saved, of each group in the step; {} if it is
-            not known.
-        spent: what a second model took for them.
-    """
+    """The step for which drafts are wanted. `load`: without drafts. `cost`: of the step with so
+    many drafts; None if it is not known. `room`: drafts that the step may still have. `pace`: of
+    its sequences; see `pace_of`. `wait_ms`: what is lost before a step that is scheduled when no
+    step is in flight. `waits_anyway`: the next step waits for this one, whether there are more
+    drafts or not. `accounts`: what a second model's drafts have saved, of each group in the step;
+    {} if it is not known. `spent`: what a second model took for them."""
 
     number: int
     load: StepLoad
@@ -223,7 +216,6 @@ class StepDrafts(StepWork):
         return self.counts, DRAFT_FIGURES
 
     def observe(self, batch: Batch, duration: StepDuration) -> None:
-        """Learns what waiting costs, and what steps with and without drafts cost."""
         measured_ms, idle_ms, cost, _ = duration
         if cost is None:
             return
@@ -353,7 +345,6 @@ class StepDrafts(StepWork):
 
 
 def _slots(entries: SequenceOf[BatchEntry], room: int) -> list[DraftSlot]:
-    """Those that may have drafts after their newest token."""
     found: list[DraftSlot] = []
     num_masks = num_row_masks([entry.sequence for entry in entries])
     for entry in entries:
@@ -381,7 +372,6 @@ def _has_undecided_mask(sequence: Sequence) -> bool:
 
 
 def _load_of(shares: SequenceOf[tuple[Sequence, int]]) -> StepLoad:
-    """Of a step without drafts, each of whose sequences samples."""
     return StepLoad(
         num_tokens=sum([count for _, count in shares]),
         num_logits=len(shares),

@@ -196,7 +196,6 @@ class StepResults:
         logprobs: TokenLogprobs | None = None,
         outcome: DraftOutcome = NO_DRAFT,
     ) -> list[Event]:
-        """The events of a token that was appended; with a reason it was the last one."""
         events: list[Event] = []
         if token_id not in sequence.stop_token_ids:
             index = sequence.num_generated_tokens - 1
@@ -266,7 +265,6 @@ class StepResults:
 
 
 def refuse_constraint(sequence: Sequence) -> Finished:
-    """The end of a sequence whose constraint could not be made."""
     return finished_event(sequence, "error", error=CONSTRAINT_FAILED, kind="constraint_failed")
 
 

@@ -190,7 +190,6 @@ _Group = type[StepCounts[Any] | TokenInputs[Any] | RowInputs[Any] | LogitInputs[
 
 @cache
 def specs_of(group: _Group) -> tuple[FieldSpec, ...]:
-    """The declared fields of a group, in order."""
     return tuple(FieldSpec(name=each.name, **each.metadata) for each in fields(group))
 
 
@@ -252,7 +251,6 @@ class StepLayout:
         return self.split(words, np.ndarray.view)
 
     def groups(self) -> Iterator[tuple[_Group, int]]:
-        """The groups in buffer order, each with the length of its axis."""
         yield StepCounts, 1
         yield TokenInputs, self.num_tokens
         yield RowInputs, self.num_rows

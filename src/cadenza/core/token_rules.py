@@ -98,7 +98,7 @@ def ruling_fields(sequence: Sequence) -> tuple[str, ...]:
 
 def may_be_forced(sequence: Sequence) -> bool:
     """Whether a token that is the only one its constraint allows can be taken unsampled: no other
-    field may rule it out, and nobody asks for its logprob."""
+    field may rule it out, and its logprob is not asked for."""
     request = sequence.request
     return (
         sequence.takes_forced

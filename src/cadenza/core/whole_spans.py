@@ -1,7 +1,7 @@
-"""Bidirectional image blocks: no step ends within one, but one may begin there. A block longer than
-a step is computed in **passes**, one a layer, so that all rows' KV is written before any row
-attends. Steps share the passes' **work items**, blocks of rows; until the last, the block counts as
-not begun."""
+"""Spans: bidirectional image blocks, within which no step ends, but one may begin. A span longer
+than a step is computed in **passes**, one a layer, so that all rows' KV is written before any row
+attends. Steps share the passes' work items (**quanta**), blocks of rows; until the last, the span
+counts as not begun."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -30,8 +30,8 @@ def cut_within(spans: Iterable[WholeSpan], stop: int) -> WholeSpan | None:
 
 
 def fitting_count(spans: Iterable[WholeSpan], start: int, count: int, most: int) -> int:
-    """How many of `count` tokens a step computes to end within no block: fewer, or the rest of the
-    first block, if at most `most`; else 0."""
+    """How many of `count` tokens a step computes to end within no span: fewer, or the rest of the
+    first span, if at most `most`; else 0."""
     cut = cut_within(spans, start + count)
     if cut is None:
         return count

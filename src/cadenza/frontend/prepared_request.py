@@ -56,17 +56,12 @@ Seal = Callable[[Receipt], Receipt]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOptions:
-    """What is asked of a request besides its prompt and its sampling.
-
-    Args:
-        pooling: its prompt becomes an embedding; None: an answer is generated.
-        add_special_tokens: to a plain text.
-        prediction: a text that the output may repeat in part.
-        most_in_all: tokens of prompt and answer together, at which the answer ends, as it does with
-            the context; None: an answer that does not fit the context is refused.
-        has_receipt: finished samples have a receipt (`receipts.with_receipt`).
-        counts_prompt: the refusal of a prompt beyond the context says how many tokens it has.
-    """
+    """What is asked of a request besides its prompt and its sampling. `pooling`: its prompt becomes
+    an embedding; None: an answer is generated. `add_special_tokens`: to a plain text. `prediction`:
+    a text that the output may repeat in part. `most_in_all`: tokens of prompt and answer together,
+    at which the answer ends, as it does with the context; None: an answer that does not fit the
+    context is refused. `has_receipt`: finished samples have a receipt (`receipts.with_receipt`).
+    `counts_prompt`: the refusal of a prompt beyond the context says how many tokens it has."""
 
     pooling: PoolingParams | None = None
     add_special_tokens: bool = True
@@ -99,16 +94,12 @@ OWN_TERMS = Terms()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedRequest:
-    """A request whose text options are tokens, and how its output is made.
-
-    Args:
-        text: the prompt's text, where it was given as text.
-        make_parser: of its samples' parsers; None leaves the text whole.
-        checked: the request, where it has passed a check.
-        prompt_use: how much of its prompt is computed, where less than all was asked for.
-        seal: that of finished samples' receipts; None: they have none (`receipts.with_receipt`).
-        pending: the prompt whose images have no pixels yet (`TextFrontend.completed`).
-    """
+    """A request whose text options are tokens, and how its output is made. `text`: the prompt's
+    text, where it was given as text. `make_parser`: of its samples' parsers; None leaves the text
+    whole. `checked`: the request, where it has passed a check. `prompt_use`: how much of its prompt
+    is computed, where less than all was asked for. `seal`: that of finished samples' receipts;
+    None: they have none (`receipts.with_receipt`). `pending`: the prompt whose images have no
+    pixels yet (`TextFrontend.completed`)."""
 
     text: str | None
     request: Request

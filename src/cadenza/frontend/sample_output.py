@@ -26,16 +26,11 @@ class Ending:
 
 
 class SampleOutput:
-    """Sample `index` of a request.
-
-    Args:
-        detokenizer: a fresh one; None shows token ids only.
-        matcher: of the request's stop strings; None when it has none.
-        num_unsearched: text of so many first tokens is not searched for stop strings
-            (`min_tokens`).
-        parser: a fresh one, which splits the text into parts; None leaves it whole. With the stop
-            strings in it there is no `matcher`.
-    """
+    """Sample `index` of a request. `detokenizer`: a fresh one; None shows token ids only.
+    `matcher`: of the request's stop strings; None when it has none. `num_unsearched`: text of so
+    many first tokens is not searched for stop strings (`min_tokens`). `parser`: a fresh one, which
+    splits the text into parts; None leaves it whole. With the stop strings in it there is no
+    `matcher`."""
 
     __slots__ = (
         "_accepted",

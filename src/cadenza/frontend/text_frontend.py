@@ -84,18 +84,12 @@ other fields."""
 
 
 class TextFrontend:
-    """Tokenizer, chat template and sampling defaults of a checkpoint.
-
-    Args:
-        generation_config: "none" ignores the checkpoint's recommended sampling, and what is
-            assumed of a GGUF file without one.
-        max_model_len: the context length, where it is known; bounds a recommended length.
-        workers: that check forms and open images.
-        parsers: of reasoning and tool calls in answers.
-
-    `sparse` says which prompts are pruned: none, until it is set; `tokenizer` is None without
-    tokenizer.json.
-    """
+    """Tokenizer, chat template and sampling defaults of a checkpoint. `generation_config`: "none"
+    ignores the checkpoint's recommended sampling, and what is assumed of a GGUF file without one.
+    `max_model_len`: the context length, where it is known; bounds a recommended length. `workers`:
+    that check forms and open images. `parsers`: of reasoning and tool calls in answers. `sparse`
+    says which prompts are pruned: none, until it is set; `tokenizer` is None without
+    tokenizer.json."""
 
     def __init__(
         self,
