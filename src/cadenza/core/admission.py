@@ -89,7 +89,7 @@ class Reservations:
         return wanted <= available
 
     def can_start(self, kv_cache: KVCacheManager, sequence: Sequence, prefix: Prefix) -> bool:
-        """Also whether its tenant's quota has room for the sequence."""
+        """Whether the pool and its tenant's quota have the pages after `prefix`."""
         # Most rejections occur even if the prefix costs nothing, so its unreferenced pages are
         # counted only after that cheaper check has passed.
         available, shared = kv_cache.pool.num_available, len(prefix.page_ids)

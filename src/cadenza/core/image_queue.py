@@ -204,6 +204,7 @@ class ImageQueue(StepWork):
     def _seen(
         self, batch: Batch, sequence: Sequence, start: int, end: int
     ) -> tuple[SeenImage, ...]:
+        """`_images_of` tokens that are computed now, so that their images count as used."""
         found = self._images_of(batch, sequence, start, end)
         for each, image in found:
             self.slots.touch(image)
@@ -216,7 +217,7 @@ class ImageQueue(StepWork):
     def _images_of(
         self, batch: Batch, sequence: Sequence, start: int, end: int
     ) -> tuple[SeenImage, ...]:
-        """The same for tokens whose images were used in an earlier step."""
+        """Encoded images of tokens [start, end); pinned until the step is read."""
         found: list[SeenImage] = []
         attachments = sequence.request.attachments
         for each in attachments[bisect_right(attachments, start, key=_end_of) :]:
@@ -400,7 +401,7 @@ class ImageQueue(StepWork):
         return found
 
     def _blocked_waiting(self, plan: StepPlan) -> list[tuple[Sequence, Attachment]]:
-        """The same for the first `NUM_AHEAD` waiting ones that do not wait for something else."""
+        """Missing images of the first `NUM_AHEAD` waiting sequences that wait for nothing else."""
         if all(each.status is SequenceStatus.RUNNING for each in self._sequences):
             return []
         found: list[tuple[Sequence, Attachment]] = []
