@@ -1,12 +1,16 @@
 """`DraftCosts`: what steps with and without drafts take, learned for each number of rows."""
 
+from dataclasses import replace
+
 import pytest
 
 from cadenza.core.draft_costs import (
+    FIRST_DRAFTS,
     FIRST_HALF,
     FIRST_PRICE,
     FIRST_STEPS,
     FORGET_STEPS,
+    MORE_DRAFTS,
     NUM_KEPT,
     REFRESH_STEPS,
     DecodeCost,
@@ -53,12 +57,37 @@ def test_each_number_of_rows_has_what_was_measured_of_it() -> None:
     assert draft_ms(costs, rows(3)) == pytest.approx(FIRST_PRICE * 1.5)
 
 
-def test_a_step_grows_with_its_context_and_with_prompts_beside_its_rows() -> None:
+def test_a_step_grows_with_its_context_and_with_no_prompt_beside_its_rows() -> None:
+    """A prompt is computed anyway: an accepted draft saves none of it."""
     costs = DraftCosts()
     costs.observe(rows(2, 100), 0, 20.0, COST)
     assert costs.beside(rows(2, 600), COST).base_ms == pytest.approx(20.0 + 500 * 0.01)
     mixed = rows(2, 100, num_prompt=50)
-    assert costs.beside(mixed, COST).base_ms == pytest.approx(20.0 + 50 * 1.0)
+    assert costs.beside(mixed, COST).base_ms == pytest.approx(20.0)
+
+
+def test_drafts_beside_a_prompt_cost_what_as_many_tokens_more_do() -> None:
+    """Four drafts are nearly free, and four more cost 11.4 ms: so do four behind as many tokens of
+    a prompt. Behind those of a long one each costs what steps say of a token, or more."""
+    costs = known(2, d0=20.0, d4=20.6, d8=32.0)
+    assert costs.beside(rows(2), COST).added_ms(4) == pytest.approx(0.6)
+    assert draft_ms(costs, rows(2, num_prompt=4)) == pytest.approx(11.4 / 4)
+    assert draft_ms(costs, rows(2, num_prompt=50)) == pytest.approx(FIRST_PRICE * 12.0 / 8)
+    flat = known(2, d0=20.0, d4=20.6)
+    assert draft_ms(flat, rows(2, num_prompt=50)) == pytest.approx(1.5)
+
+
+def test_many_drafts_follow_only_where_about_as_many_were_measured() -> None:
+    chance = DraftChance(acceptance=1.0, most=16, num_keys=0)
+    for costs, num_rows, most in (
+        (DraftCosts(), 1, FIRST_DRAFTS),
+        (DraftCosts(), 8, 8),
+        (known(8, d0=20.0), 8, 8),
+        (known(8, d0=20.0, d6=20.0), 8, MORE_DRAFTS * 6),
+    ):
+        cheap = replace(COST, token_ms=1e-3, logit_ms=1e-3)
+        plan = plan_drafts([chance] * num_rows, num_rows, costs.beside(rows(num_rows), cheap))
+        assert sum(plan.counts) == most
 
 
 def test_steps_with_prompts_say_nothing_of_drafts() -> None:

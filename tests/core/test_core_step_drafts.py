@@ -191,6 +191,26 @@ def proposed(
     return num_proposed(drafts, running, number, cost)
 
 
+def test_no_draft_is_tried_beside_a_prompt_before_one_was_measured() -> None:
+    """What it takes there is not told from what the prompt takes."""
+    drafts, running = drafts_of(), running_of(Drafting(source=Zeros(), most=4, acceptance=0.95))
+    for sequence in running:
+        sequence.num_pending_tokens = 0
+        sequence.num_computed_tokens -= 1
+    running[0].num_computed_tokens = 0
+
+    def num_drafts() -> int:
+        prompt, row = BatchEntry(running[0], 0, 0, 6, 0, 0), BatchEntry(running[1], 1, 7, 1, 1, 0)
+        drafts.extend([prompt, row], 100, 1, COST)
+        return len(row.drafts)
+
+    assert num_drafts() == 0
+    with_drafts = Batch(0, num_tokens=4, num_keys=36, num_choices=4, has_drafts=True)
+    with_drafts.entries.append(BatchEntry(running[1], 1, 7, 3, 3, 0, drafts=(0, 0)))
+    drafts.observe(with_drafts, StepDuration(4.4, None, COST, 0.0))
+    assert num_drafts() == 4
+
+
 def test_a_sequence_has_as_many_drafts_as_are_worth_their_time() -> None:
     dear = StepCost(fixed_ms=1.0, token_ms=1.0, logit_ms=0.0, key_ms=0.0)
     for cost, acceptance, count in (

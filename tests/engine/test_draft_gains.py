@@ -4,7 +4,7 @@ modelled time of `tests.engine.modelled`."""
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cadenza.core.draft_ledger import RESERVE, SHARE
@@ -108,30 +108,21 @@ DRAFTERS = st.none() | st.builds(
 )
 
 
-@given(
-    MACHINES,
-    DRAFTERS,
-    st.integers(1, 8),
-    st.integers(20, 100),
-    st.lists(st.floats(0.0, 1.0), min_size=1, max_size=4),
-    st.none() | st.tuples(st.integers(1, 4), st.floats(0.0, 1.0)),
-)
-@settings(max_examples=4)
-def test_whatever_the_costs_and_however_acceptance_changes_no_more_is_lost(
+def anything(
     target: Machine,
     drafter: Machine | None,
     num_rows: int,
     length: int,
     chances: list[float],
     asking: tuple[int, float] | None,
-) -> None:
+) -> Case:
     """Also where one of several requests asks for drafts."""
     num_streams = num_rows * 500 // length
 
     def accepts(num_tokens: int) -> float:
         return chances[num_tokens // 150 % len(chances)]
 
-    case = Case(
+    return Case(
         seed=num_rows,
         phases=(Phase(num_rows=num_rows, num_streams=num_streams, length=length),),
         accepts=accepts,
@@ -139,8 +130,45 @@ def test_whatever_the_costs_and_however_acceptance_changes_no_more_is_lost(
         drafter=drafter,
         some=None if asking is None else Some(every=asking[0], accepts=lambda _: asking[1]),
     )
+
+
+ANYTHING = st.builds(
+    anything,
+    MACHINES,
+    DRAFTERS,
+    st.integers(1, 8),
+    st.integers(20, 100),
+    st.lists(st.floats(0.0, 1.0), min_size=1, max_size=4),
+    st.none() | st.tuples(st.integers(1, 4), st.floats(0.0, 1.0)),
+)
+DEAR_BESIDE_PROMPTS = anything(
+    Machine(num_free=10, token_ms=2.5, host_ms=1.0, believed=0.67),
+    None,
+    8,
+    67,
+    [1.0, 0.0, 0.2],
+    (1, 0.844),
+)
+"""Drafts are nearly free beside 8 rows, but beside a prompt each costs a quarter of a step."""
+DEAR_TO_CATCH_UP = anything(
+    Machine(num_free=6, token_ms=0.21, host_ms=1.465, believed=1.07),
+    Machine(read_ms=5.06, token_ms=0.92),
+    3,
+    72,
+    [0.0],
+    None,
+)
+"""A prompt is taken to cost the second model next to nothing, and takes it ten steps."""
+
+
+@given(ANYTHING)
+@example(DEAR_BESIDE_PROMPTS)
+@example(DEAR_TO_CATCH_UP)
+@settings(max_examples=4)
+def test_whatever_the_costs_and_however_acceptance_changes_no_more_is_lost(case: Case) -> None:
+    num_rows = case.phases[0].num_rows
     without_ms = Play(case, has_drafts=False).run()
-    most_ms = (1 + SHARE) * without_ms + (RESERVE + 4) * target.step_ms(num_rows)
+    most_ms = (1 + SHARE) * without_ms + (RESERVE + 4) * case.target.step_ms(num_rows)
     assert Play(case, has_drafts=True).run() <= most_ms
 
 

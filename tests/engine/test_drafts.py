@@ -1,5 +1,8 @@
 """How many drafts are made, by whom, and what they save: on the token-storing runner."""
 
+import time
+from collections.abc import Callable
+from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
@@ -17,7 +20,7 @@ from cadenza.core.drafts import (
 from cadenza.core.step_cost import StepCost
 from cadenza.core.step_schema import ModelInputs
 from cadenza.engine.core import CoreOptions, EngineCore
-from cadenza.engine.model_drafter import MAX_FAILURES, DraftModel
+from cadenza.engine.model_drafter import LEAST_CATCH_UP, MAX_FAILURES, MORE_TOKENS, DraftModel
 from cadenza.errors import InvalidRequestError
 from cadenza.request import Request, SamplingParams
 from cadenza.speculative_config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
@@ -159,6 +162,7 @@ def engine_with(
     cost: StepCost | None = None,
     target: FakeRunner | None = None,
     step_cost: StepCost | None = None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> EngineCore:
     model = draft
     if isinstance(model, FakeRunner):
@@ -167,7 +171,7 @@ def engine_with(
     config = SpeculativeConfig(
         method=method, model=None if model.reads_hidden else "small", num_speculative_tokens=4
     )
-    options = CoreOptions(speculation=config, draft_model=model, step_cost=step_cost)
+    options = CoreOptions(speculation=config, draft_model=model, step_cost=step_cost, clock=clock)
     return EngineCore(target or fake_of(), LIMITS, options)
 
 
@@ -191,6 +195,25 @@ def test_accepted_drafts_of_a_second_model_save_steps() -> None:
     assert ask(engine, 9, 9, 9).num_steps < 30
     counts = engine.draft_counts
     assert counts.num_accepted_tokens == counts.num_draft_tokens > 120
+
+
+def test_a_second_model_computes_little_of_a_prompt_before_more_was_measured() -> None:
+    """Its steps are taken to cost next to nothing, which may be wrong."""
+    sizes: list[int] = []
+
+    class Noted(FakeRunner):
+        def launch(self, inputs: ModelInputs) -> FakeStepHandle:
+            sizes.append(inputs.num_tokens)
+            return super().launch(inputs)
+
+    engine = engine_with(fake_of(LIMITS, Noted), cost=CHEAP, step_cost=DEAR, clock=float)
+    sizes.clear()
+    ask(engine, 80, max_tokens=20)
+    most = list(accumulate(sizes, max))
+    assert most[0] == LEAST_CATCH_UP + 1
+    assert max(most) > MORE_TOKENS * LEAST_CATCH_UP
+    assert all(after <= MORE_TOKENS * before + 1 for before, after in pairwise(most))
+    assert engine.draft_counts.num_accepted_tokens > 0
 
 
 def test_a_request_without_drafts_runs_beside_others() -> None:

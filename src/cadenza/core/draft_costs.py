@@ -6,7 +6,7 @@ line as `StepCost`. The median of the newest times of each kind counts.
 
 from bisect import bisect_right
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from math import log2
 from statistics import fmean, median
@@ -28,6 +28,10 @@ FIRST_HALF = 1 / 3
 """The share of what the fewest measured drafts cost, taken to be that of half as many: low, so
 that fewer are tried where they may be nearly free."""
 
+FIRST_DRAFTS, MORE_DRAFTS = 4, 2
+"""At most so many where none were measured, or one for each row, and then this multiple of the most
+that were: one step with many that cost far more than was known would be a loss of many steps."""
+
 FIRST_STEPS, REFRESH_STEPS = 4, 128
 """Steps with drafts after which one without is wanted, to measure what it costs: for the first
 time, and later."""
@@ -45,16 +49,18 @@ class DecodeCost:
         counts, more_ms: numbers of drafts, ascending from 0, and what they add; linear between
             them.
         draft_ms: each draft more than the last of `counts`.
+        most: drafts whose cost can be told well enough; None for any number.
     """
 
     base_ms: float
     counts: tuple[float, ...]
     more_ms: tuple[float, ...]
     draft_ms: float
+    most: int | None = None
 
     @classmethod
-    def linear(cls, base_ms: float, draft_ms: float) -> "DecodeCost":
-        return cls(base_ms, (0.0,), (0.0,), draft_ms)
+    def linear(cls, base_ms: float, draft_ms: float, most: int | None = None) -> "DecodeCost":
+        return cls(base_ms, (0.0,), (0.0,), draft_ms, most)
 
     def added_ms(self, num_drafts: float) -> float:
         counts, more_ms = self.counts, self.more_ms
@@ -63,6 +69,23 @@ class DecodeCost:
         if at + 1 < len(counts):
             draft_ms = (more_ms[at + 1] - more_ms[at]) / (counts[at + 1] - counts[at])
         return more_ms[at] + draft_ms * (num_drafts - counts[at])
+
+    def behind(self, num_tokens: int, least_ms: float) -> "DecodeCost":
+        """Of a step with so many tokens of prompts: as if its drafts came behind as many others,
+        each at `least_ms` or more."""
+        first_ms = self.added_ms(num_tokens)
+        beyond = [
+            (count - num_tokens, ms - first_ms)
+            for count, ms in zip(self.counts, self.more_ms, strict=True)
+            if count > num_tokens
+        ]
+        return DecodeCost(
+            self.base_ms,
+            (0.0, *[count for count, _ in beyond]),
+            (0.0, *[max(ms, least_ms * count) for count, ms in beyond]),
+            max(self.draft_ms, least_ms),
+            self.most,
+        )
 
     def fixed_ms(self, num_rows: int) -> float:
         """What the step costs whatever it holds, if its rows cost as much as so many drafts."""
@@ -139,6 +162,11 @@ class DraftCosts:
         table = self._tables.get(load.num_logits)
         return table is not None and bool(table.base) and load.num_tokens == load.num_logits
 
+    def has_drafts(self, load: StepLoad) -> bool:
+        """Whether steps with drafts were measured at the number of rows of `load`."""
+        table = self._tables.get(load.num_logits)
+        return table is not None and bool(table.drafts)
+
     def is_stale(self, load: StepLoad) -> bool:
         """Whether a step of `load` should go without drafts, to be measured."""
         table = self._tables.get(load.num_logits)
@@ -147,19 +175,27 @@ class DraftCosts:
         return table.num_since_base >= (REFRESH_STEPS if table.base else FIRST_STEPS)
 
     def beside(self, load: StepLoad, cost: StepCost) -> DecodeCost:
-        """Of a step of `load`, which may hold prompts beside the rows, with drafts."""
+        """Of the rows of a step of `load`, with drafts. What it holds of prompts is not theirs: it
+        is computed anyway, and a draft saves none of it, but the drafts come behind it."""
         num_keys = max(0, load.num_keys) / load.num_logits if load.num_logits else 0.0
         own_ms = cost.row_ms(num_keys)
+        decodes = self._of_rows(replace(load, num_tokens=load.num_logits), cost, own_ms)
+        num_prompt_tokens = load.num_tokens - load.num_logits
+        return decodes.behind(num_prompt_tokens, own_ms) if num_prompt_tokens > 0 else decodes
+
+    def _of_rows(self, load: StepLoad, cost: StepCost, own_ms: float) -> DecodeCost:
+        """`own_ms`: what `cost` says of a draft."""
         price_ms = FIRST_PRICE * own_ms
+        most = max(FIRST_DRAFTS, load.num_logits)
         table = self._tables.get(load.num_logits)
         if table is None:
-            return DecodeCost.linear(cost.predict_ms(load), price_ms)
-        rows = StepLoad(num_tokens=load.num_logits, num_logits=load.num_logits)
-        rows_ms = median(table.base) if table.base else cost.predict_ms(rows)
-        base_ms = max(SMALLEST_MS, rows_ms + cost.predict_ms(load) - cost.predict_ms(rows))
+            return DecodeCost.linear(cost.predict_ms(load), price_ms, most)
+        keys_ms = cost.key_ms * load.num_keys
+        rows_ms = median(table.base) if table.base else cost.predict_ms(load) - keys_ms
+        base_ms = max(SMALLEST_MS, rows_ms + keys_ms)
         points = table.points(rows_ms, MIN_PRICE * own_ms)
         if not points:
-            return DecodeCost.linear(base_ms, price_ms)
+            return DecodeCost.linear(base_ms, price_ms, most)
         counts = [count for count, _ in points]
         # Fewer drafts cost no more: a time that was too long by chance is corrected by others.
         more_ms = list(accumulate([ms for _, ms in reversed(points)], min))[::-1]
@@ -167,7 +203,8 @@ class DraftCosts:
             counts.insert(0, counts[0] / 2)
             more_ms.insert(0, FIRST_HALF * more_ms[0])
         price_ms = FIRST_PRICE * more_ms[-1] / counts[-1]
-        return DecodeCost(base_ms, (0.0, *counts), (0.0, *more_ms), price_ms)
+        most = max(most, int(MORE_DRAFTS * counts[-1]))
+        return DecodeCost(base_ms, (0.0, *counts), (0.0, *more_ms), price_ms, most)
 
 
 def _bucket(num_drafts: int) -> int:

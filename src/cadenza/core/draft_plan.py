@@ -119,7 +119,7 @@ def plan_drafts(
         # holds is saved only as far as all sequences advance.
         share_left = max(0.0, 1 - len(chances) / num_rows)
         worth -= share_left * target.fixed_ms(num_rows) / target.base_ms
-    drafts = _drafts_of(chances, worth)
+    drafts = _drafts_of(chances, worth)[: target.most]
     tokens, drafting_ms, deepest = float(num_rows), 0.0, 0
     most_tokens, least_ms, best_number = tokens, target.base_ms, 0
     first_rate = best_rate = tokens / least_ms

@@ -319,6 +319,9 @@ class StepDrafts(StepWork):
         load = _load_of([(entry.sequence, entry.num_new_tokens) for entry in entries])
         if not slots or self._costs.is_stale(load):
             return
+        has_prompts = load.num_tokens > load.num_logits
+        if has_prompts and cost is not None and not self._costs.has_drafts(load):
+            return  # what they cost is not known, and would not be measured
         step = self._step(number, load, [entry.sequence for entry in entries], cost)
         step.room = room
         drafter = self._drafter if self._drafter and self._drafter.is_due(number) else None

@@ -36,6 +36,10 @@ FORESEEN_TOKENS = 256
 """A stream is expected to go on for as many tokens, at most."""
 
 LEAST_CATCH_UP = 16
+MORE_TOKENS = 2
+"""Tokens of a step of the second model, as a multiple of the most that one was measured with: what
+far more take is told only by a cost that may be wrong, and would be a loss of many steps."""
+
 CORRECTION = 0.1
 MAX_FAILURES = 3
 
@@ -143,6 +147,8 @@ class ModelDrafter:
         self._contents: dict[int, bytes] = {}
         """The keys of the pages whose KV the second model has computed."""
         self._scale = 1.0
+        self._most_measured = 0
+        """Tokens of a step."""
         self._rests_until = 0
         self._num_failures = 0
         self._first_position = int(model.reads_hidden)
@@ -257,7 +263,8 @@ class ModelDrafter:
                 row.sequence.drafting.resumes_at = len(row.sequence.token_ids) + PAUSE_TOKENS
         # As long as the step itself: streams wait at most twice as long meanwhile.
         in_time = int(step.cost.base_ms / cost.token_ms)
-        return min(budget, max(LEAST_CATCH_UP, in_time))
+        most = min(in_time, MORE_TOKENS * self._most_measured)
+        return min(budget, max(LEAST_CATCH_UP, most))
 
     def _draft(self, rows: list[_Row], catch_up: int) -> None:
         """Computes what rows lack, those that lack least first, then draws. Steps are launched
@@ -337,6 +344,7 @@ class ModelDrafter:
         if cost is not None:
             ratio = measured_ms / sum(cost.predict_ms(load) for load in loads)
             self._scale += CORRECTION * (min(4.0, max(0.25, ratio)) - self._scale)
+            self._most_measured = max(self._most_measured, *[load.num_tokens for load in loads])
 
     def _reset(self) -> None:
         self._packer.forget_rows()
