@@ -5,28 +5,23 @@ time, unless its pages, its progress or its keys are wrong.
 """
 
 import random
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 
 from cadenza.backends.fake import FakeRunner, FakeStepHandle
 from cadenza.config import EngineLimits
-from cadenza.core.admission import Admission
 from cadenza.core.batch import Batch, BatchEntry
 from cadenza.core.drafts import Drafting, DraftSource, PromptLookup
-from cadenza.core.kv_cache_manager import KVCacheManager
-from cadenza.core.scheduler import Scheduler, SchedulerOptions
+from cadenza.core.scheduler import Scheduler
 from cadenza.core.sequence import Sequence
-from cadenza.core.step_drafts import StepDrafts
 from cadenza.core.step_schema import LAST_SAMPLED, ModelInputs
-from cadenza.engine.core import EngineCore
-from cadenza.engine.model_drafter import DraftModel, ModelDrafter
+from cadenza.engine.model_drafter import DraftModel
 from cadenza.speculative_config import MAX_SPECULATIVE_TOKENS
 from tests.engine.hashed_constraint import HashedConstraint
-from tests.engine.simulation import VOCAB_SIZE, ObservedRunner, Parts
+from tests.engine.simulation import VOCAB_SIZE, Parts
 from tests.engine.solo import solo_stream
 
 LIMITS = EngineLimits(
@@ -38,8 +33,7 @@ LIMITS = EngineLimits(
     max_num_queued_reqs=8,
 )
 
-Source = Literal["own sources", "second model", "second model on the target's pages", "mtp layer"]
-SOURCES: tuple[Source, ...] = get_args(Source)
+Source = Literal["second model", "second model on the target's pages", "mtp layer"]
 SPOILT = [-1]
 
 
@@ -120,17 +114,15 @@ class SourcesScheduler(Scheduler):
 OWN_SOURCES = Parts(scheduler=SourcesScheduler)
 
 
-def check_masks(entry: BatchEntry, modes: Counter[str] | None = None) -> None:
+def check_masks(entry: BatchEntry) -> None:
     """Each draft is allowed, and each choice has the mask of the tokens before it."""
-    sequence, modes = entry.sequence, Counter() if modes is None else modes
+    sequence = entry.sequence
     assert isinstance(sequence.constraint, HashedConstraint)
     ahead = sequence.constraint.fork()
     generated = sequence.token_ids[sequence.num_prompt_tokens :]
     assert ahead.accepted == generated, "the constraint has accepted other tokens"
     assert len(entry.masks) == 1 + len(entry.drafts)
-    modes["several masks"] += len(set(entry.masks)) > 1
     for draft, mask in zip((*entry.drafts, None), entry.masks, strict=True):
-        modes["complete"] += ahead.is_complete
         assert ahead.is_complete or mask == ahead.allowed(), "the mask of other tokens"
         if draft is not None:
             assert not ahead.is_complete, "a draft behind the end"
@@ -155,6 +147,19 @@ class Erring:
         rows = inputs.logits.rows[: len(drawn)]
         self.runner._last_sampled[rows] = drawn
         return FakeStepHandle(replace(output, token_ids=drawn), handle.on_read)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.runner, name)
+
+
+@dataclass(eq=False)
+class OnTargetsPages:
+    """A copy of the model, which has no KV of its own to reset."""
+
+    runner: FakeRunner
+
+    def reset(self) -> None:
+        pass
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.runner, name)
@@ -225,7 +230,7 @@ def draft_model_of(
 ) -> DraftModel:
     """A second model over the runner of the target; `error` is the share of its wrong tokens."""
     shares_kv = source == "second model on the target's pages"
-    runner: Any = target if shares_kv else fake_of(limits)
+    runner: Any = OnTargetsPages(target) if shares_kv else fake_of(limits)
     if source == "mtp layer":
         runner = fake_of(limits, FakeMTPLayer, target=target)
     if error:
@@ -233,48 +238,3 @@ def draft_model_of(
     return DraftModel(
         runner=runner, limits=limits, shares_kv=shares_kv, reads_hidden=source == "mtp layer"
     )
-
-
-def parts_of(source: Source, *, error: float = 0.0, context: float = 1.0) -> Parts:
-    """An engine whose sequences draft, most of them; `context` of a second model is a share of the
-    target's."""
-    if source == "own sources":
-        return OWN_SOURCES
-    targets: list[FakeRunner] = []
-
-    def make_runner(**sizes: Any) -> FakeRunner:
-        targets.append(ObservedRunner(**sizes))
-        return targets[-1]
-
-    class ModelScheduler(SourcesScheduler):
-        def __init__(
-            self,
-            limits: EngineLimits,
-            kv_cache: KVCacheManager,
-            admission: Admission,
-            options: SchedulerOptions,
-        ) -> None:
-            own = replace(limits, max_model_len=max(1, int(limits.max_model_len * context)))
-            model = draft_model_of(source, targets[-1], own, error=error)
-            drafter = ModelDrafter(model, kv_cache, lambda: 0.0)
-            drafts = StepDrafts(limits, kv_cache, drafter)
-            options = replace(options, works=lambda _: (drafts,))
-            super().__init__(limits, kv_cache, admission, options)
-
-        def source_of(self, sequence: Sequence, rng: random.Random) -> None:
-            return None
-
-    return Parts(runner=make_runner, scheduler=ModelScheduler)
-
-
-def audit_published_pages(engine: EngineCore) -> None:
-    """No published page of a running sequence holds a token that the sequence does not."""
-    engine.check_invariants()
-    size = engine.limits.page_size
-    runner = engine.runner
-    assert isinstance(runner, FakeRunner)
-    for sequence in engine.scheduler.running:
-        for index in range(sequence.num_published_pages):
-            start = sequence.page_table[index] * size
-            expected = sequence.token_ids[index * size : (index + 1) * size]
-            assert runner.stored(start, size) == expected, "a page was published with other tokens"

@@ -1,19 +1,7 @@
-"""Slots of recurrent states in tests: how many there are, and what nobody may read."""
-
-import random
+"""Slots of recurrent states that nobody may read, in tests."""
 
 from cadenza.backends.fake import FakeRunner
 from cadenza.engine.core import EngineCore
-
-
-def state_limits(seed: int, max_num_seqs: int) -> dict[str, int]:
-    """Random limits of the slots, at least two for each row."""
-    rng = random.Random(f"states {seed}")
-    spare = rng.choice([0, 0, 1, 3, max_num_seqs, 40])
-    return {
-        "num_state_slots": 2 * max_num_seqs + spare,
-        "state_snapshot_interval": rng.choice([16, 32, 512]),
-    }
 
 
 def spoil_free_states(engine: EngineCore) -> None:

@@ -15,8 +15,6 @@ from cadenza.request import Request, SamplingParams
 from cadenza.structured import ConstraintSpec
 from cadenza.tenant import Tenant
 from tests.engine.hashed_constraint import PHRASES, STEADY
-from tests.engine.recurrent import state_limits
-from tests.engine.seeing import RandomImages, without_placeholders
 from tests.engine.solo import VOCAB_SIZE, solo_stream
 
 
@@ -37,9 +35,9 @@ class Scenario:
     """Random traffic for `num_steps` steps on random limits; then the engine drains.
 
     `arrival` is the chance that clients come before a step, `hang_up` that a client cancels, and
-    no prompt or output is longer than `max_len`. A `recurrent` model has a state beside its pages,
-    and one that `sees` gets images. A step is lost with the chance `loss`, with `preemption` a
-    running sequence loses its pages before it, and its time may be bounded (`is_bounded`).
+    no prompt or output is longer than `max_len`. A step is lost with the chance `loss`, with
+    `preemption` a running sequence loses its pages before it, and its time may be bounded
+    (`is_bounded`).
     """
 
     seed: int
@@ -47,8 +45,6 @@ class Scenario:
     arrival: float = 0.35
     hang_up: float = 0.15
     max_len: int = 120
-    recurrent: bool = False
-    sees: bool = False
     loss: float = 0.0
     preemption: float = 0.0
     is_bounded: bool = False
@@ -72,15 +68,9 @@ class Scenario:
             num_pages=max_num_seqs if is_dense else max(1, worst_case + spare),
             max_num_queued_reqs=rng.randint(2, 6),
             enable_prefix_caching=rng.random() < 0.85,
-            slot_unit=(None, 1, 16)[self.seed % 3] if is_dense and not self.recurrent else None,
+            slot_unit=(None, 1, 16)[self.seed % 3] if is_dense else None,
             prefix_cache_memory_share=(1.0, 1.0, 1.0, 0.6, 0.3, 0.0)[self.seed % 6],
-            images=self.images.limits if self.sees else None,
-            **(state_limits(self.seed, max_num_seqs) if self.recurrent else {}),
         )
-
-    @cached_property
-    def images(self) -> RandomImages:
-        return RandomImages(self.seed)
 
     @cached_property
     def reserved_output(self) -> float:
@@ -150,9 +140,6 @@ class Scenario:
         )
 
     def _request(self, rng: random.Random, prompt: tuple[int, ...]) -> Request:
-        most, attachments = self.limits.max_model_len - 1, ()
-        if self.sees:
-            prompt, attachments = self.images.put_into(prompt, rng.random(), most)
         most = max(1, self.limits.max_model_len - len(prompt))
         lengths = [None, rng.randint(1, most), rng.randint(1, most + 1)]
         params = SamplingParams(
@@ -177,7 +164,6 @@ class Scenario:
             cache_salt=salt,
             priority=priority,
             tenant=tenant,
-            attachments=attachments,
             constraint=None if grammar is None else ConstraintSpec(grammar=grammar),
         )
 
@@ -195,12 +181,11 @@ class Scenario:
         longest = self.limits.max_model_len
         num_tokens = min(rng.choice([16, 32, 48, 64, 33]), longest)
         prompt = _random_tokens(rng, rng.randint(1, num_tokens - 1))
-        prompt = without_placeholders(prompt) if self.sees else prompt
         params = SamplingParams(
             temperature=0.0, max_tokens=num_tokens - len(prompt), ignore_eos=True
         )
         request = Request(prompt_token_ids=prompt, params=params)
-        return request, prompt + solo_stream(request, 0, longest, sees=self.sees).token_ids
+        return request, prompt + solo_stream(request, 0, longest).token_ids
 
     def _continued(
         self, rng: random.Random, chat: tuple[Request, tuple[int, ...]]

@@ -56,36 +56,6 @@ def without_placeholders(tokens: Sequence[int]) -> tuple[int, ...]:
     return tuple(each - (each == IMAGE_TOKEN_ID) for each in tokens)
 
 
-class RandomImages:
-    """Images of a seed, which requests share."""
-
-    def __init__(self, seed: int) -> None:
-        rng = random.Random(f"images {seed}")
-        sizes = [(1, 1), (2, 3), (4, 4), (1, 5), (3, 3), (5, 4)]
-        self._images = [(each, *rng.choice(sizes), rng.random() < 0.3) for each in range(5)]
-        self._largest = max(rows * columns for _, rows, columns, _ in self._images)
-        self.limits = ImageLimits(
-            token_id=IMAGE_TOKEN_ID,
-            num_slots=max(1, self._largest + rng.choice([-3, 0, 0, 1, 7, 40, 400])),
-        )
-
-    def put_into(self, prompt: tuple[int, ...], seed: float, most: int) -> Prompt:
-        """Up to three images, often at places where others have them too."""
-        rng = random.Random(f"images {seed}")
-        tokens, parts = without_placeholders(prompt), ()
-        at = rng.choice([0, 3, 16, 17])
-        for _ in range(rng.choice([0, 1, 1, 1, 2, 3])):
-            seed, rows, columns, has_breaks = rng.choice(self._images)
-            at = min(at, len(tokens))
-            own, found = image_at(at, seed, rows, columns, has_breaks=has_breaks)
-            if len(tokens) + len(own) > most:
-                break
-            tokens = (*tokens[:at], *own, *tokens[at:])
-            parts = parts + found
-            at += len(own) + rng.choice([0, 1, 4, 30])
-        return tokens, parts
-
-
 def can_see(request: Request, images: ImageLimits | None) -> bool:
     """Whether the slots hold each image of the request by itself."""
     if images is None:

@@ -236,12 +236,15 @@ class Record:
         events = engine.step()
         if engine.num_failed_steps > num_failed + 1:  # it was lost and retried in between
             self.retried |= self.streams.keys()
-        for event in events:
-            self.take(event)
+        self.take_all(events)
         self.num_steps += 1
         assert engine.num_empty_steps <= self.most_empty_steps, (
             f"nothing was computed, although there is work: {_state_of(engine)}"
         )
+
+    def take_all(self, events: list[Event]) -> None:
+        for event in events:
+            self.take(event)
 
     def take(self, event: Event) -> None:
         """Files an event; it must belong to an open stream and continue it."""

@@ -220,10 +220,12 @@ def owed(
     kept: KeptTokens | None,
     limits: EngineLimits = LIMITS,
     sample: int = 0,
+    *,
+    sees: bool = False,
 ) -> SoloStream:
     """What a sample of a seeded request gives alone, by the fake model."""
     seed = request.params.seed
     assert seed is not None, "its stream does not follow from the request"
     plain = replace(request, sparse_prefill=None)
     seed = derive_sample_seed(seed, sample)
-    return solo_stream(plain, seed, limits.max_model_len, kept=kept, window=WINDOW)
+    return solo_stream(plain, seed, limits.max_model_len, sees=sees, kept=kept, window=WINDOW)

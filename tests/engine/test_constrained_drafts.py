@@ -5,7 +5,6 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from cadenza.config import SchedulerLoop
 from cadenza.core.batch import Batch
 from cadenza.core.drafts import Drafting, Lookahead
 from cadenza.core.scheduler import Scheduler
@@ -15,25 +14,9 @@ from cadenza.engine.compiling import Compiling
 from cadenza.request import Request, SamplingParams
 from cadenza.speculative_config import MAX_SPECULATIVE_TOKENS
 from cadenza.structured import Constraint, ConstraintSpec
-from tests.engine.drafting import LIMITS, OWN_SOURCES, AlwaysDrafts, Foresight
+from tests.engine.drafting import LIMITS, AlwaysDrafts, Foresight
 from tests.engine.hashed_constraint import Compiled, HashedConstraint
 from tests.engine.simulation import Parts, make_engine, run_requests
-from tests.engine.test_resume import LOOPS, Relay, requests_of
-
-
-@pytest.mark.parametrize("loop", LOOPS)
-def test_an_engine_goes_on_with_constrained_streams_whose_drafts_were_accepted(
-    loop: SchedulerLoop,
-) -> None:
-    limits = replace(LIMITS, max_num_seqs=3, max_model_len=64, max_num_queued_reqs=100)
-    relay = Relay(limits, loop, OWN_SOURCES)
-    for request in requests_of(3, 8):
-        relay.submit(replace(request, constraint=ConstraintSpec(grammar="a")))
-    record = relay.run(kills=range(1, 40, 3))
-    record.verify()
-    assert relay.num_engines > 5
-    accepted = [sum(token.is_draft for token in tokens) for tokens in record.streams.values()]
-    assert sum(map(bool, accepted)) > 3
 
 
 @dataclass(eq=False)

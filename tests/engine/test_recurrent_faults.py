@@ -1,4 +1,4 @@
-"""A model with recurrent state whose steps fail, whose engine is lost, or that lacks a slot."""
+"""A model with recurrent state that lacks a slot."""
 
 from dataclasses import replace
 from functools import partial
@@ -8,40 +8,12 @@ import pytest
 from cadenza.config import EngineLimits, SchedulerLoop
 from cadenza.core.kv_cache_manager import KVCacheManager
 from tests.by_day import by_day
-from tests.engine.simulation import REAL_PARTS, Parts, make_engine, replayable, run_requests
-from tests.engine.test_faults import (
-    LIMITS,
-    FailsOneAllocation,
-    FaultKind,
-    check_next_request,
-    requests_of,
-    run_with_fault,
-)
-from tests.engine.test_resume import Relay
-from tests.engine.test_resume import requests_of as resumed_requests
+from tests.engine.simulation import Parts, make_engine, replayable, run_requests
+from tests.engine.test_faults import LIMITS, FailsOneAllocation, requests_of
 
 LOOPS: tuple[SchedulerLoop, ...] = ("plain", "overlap")
 HERE = "tests/engine/test_recurrent_faults.py"
 RECURRENT = replace(LIMITS, num_state_slots=10, state_snapshot_interval=16)
-
-
-@pytest.mark.parametrize("kind", ["launch raises", "result raises", "no row finite"])
-@pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("at", by_day(range(0, 120, 9), {0, 9, 27, 45, 63}))
-def test_states_of_a_step_that_failed_are_not_started_from(
-    kind: FaultKind, loop: SchedulerLoop, at: int
-) -> None:
-    check_next_request(run_with_fault(kind, at, loop, REAL_PARTS, RECURRENT))
-
-
-@pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("at", by_day(range(1, 120), {1, 5, 18, 33, 52, 90}))
-def test_a_lost_engine_changes_no_stream(loop: SchedulerLoop, at: int) -> None:
-    relay = Relay(RECURRENT, loop)
-    for request in resumed_requests(1, 20):
-        relay.submit(request)
-    relay.run([at]).verify()
-    assert relay.num_engines == 2
 
 
 class WithFailingSlots(KVCacheManager):

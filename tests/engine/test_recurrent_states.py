@@ -21,13 +21,11 @@ from cadenza.request import Request, SamplingParams
 from cadenza.tenant import Tenant
 from tests.by_day import by_day
 from tests.core.builders import prompt_of, sequence_of
-from tests.engine.drafting import Source, parts_of
+from tests.engine.drafting import OWN_SOURCES
 from tests.engine.recurrent import spoil_free_states
-from tests.engine.scenario import Scenario
-from tests.engine.simulation import Record, Simulation, make_engine, replayable, run_requests
+from tests.engine.simulation import Record, make_engine, run_requests
 
 LOOPS: tuple[SchedulerLoop, ...] = ("plain", "overlap")
-HERE = "tests/engine/test_recurrent_states.py"
 PROMPT = prompt_of(120, seed=3)
 LIMITS = EngineLimits(
     max_num_seqs=4,
@@ -283,20 +281,10 @@ def test_a_tenant_without_a_share_of_the_cache_leaves_no_snapshot() -> None:
     assert states_of(engine).pool.counts().cached == 0
 
 
-@pytest.mark.parametrize("source", ["own sources", "second model", "mtp layer"])
-@pytest.mark.parametrize("seed", by_day(range(60), range(3)))
-def test_drafted_streams_are_exact(seed: int, source: Source) -> None:
-    name = "test_drafted_streams_are_exact"
-    with replayable(f"seed {seed}", f"python -m pytest '{HERE}::{name}[{seed}-{source}]'"):
-        scenario = Scenario(seed=seed, num_steps=84, recurrent=True)
-        record = Simulation(scenario, loop="overlap", parts=parts_of(source, error=0.2)).run()
-        record.verify()
-
-
 @pytest.mark.parametrize("num_slots", [8, 11, 40])
 def test_drafts_take_no_more_slots_than_there_are(num_slots: int) -> None:
     limits = replace(LIMITS, num_state_slots=num_slots, max_num_batched_tokens=40)
-    engine = make_engine(limits, parts=parts_of("own sources"))
+    engine = make_engine(limits, parts=OWN_SOURCES)
     run_requests(engine, [request_of(PROMPT[:20], max_tokens=80) for _ in range(6)]).verify()
     assert engine.scheduler.num_preemptions == 0
     if num_slots > 8:

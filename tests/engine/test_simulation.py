@@ -41,15 +41,14 @@ def shown(stream: list[Token]) -> list[Token]:
     return [replace(token, num_cached_tokens=None, cache_miss=None) for token in stream]
 
 
-def check_seed(seed: int, num_steps: int, *, recurrent: bool = False, sees: bool = False) -> None:
-    check(Scenario(seed=seed, num_steps=num_steps, recurrent=recurrent, sees=sees))
+def check_seed(seed: int, num_steps: int) -> None:
+    check(Scenario(seed=seed, num_steps=num_steps))
 
 
 def troubled(seed: int, num_steps: int, **traffic: float) -> Scenario:
-    """Of any kind of model: steps are lost, sequences preempted, clients hang up."""
+    """Steps are lost, sequences preempted, clients hang up."""
     rates = {"loss": 0.04, "preemption": 0.1, "hang_up": 0.1, "arrival": 0.5, **traffic}
-    kind = {"recurrent": seed % 5 == 3, "sees": seed % 4 == 1, "is_bounded": seed % 3 == 2}
-    return Scenario(seed=seed, num_steps=num_steps, **kind, **rates)
+    return Scenario(seed=seed, num_steps=num_steps, is_bounded=seed % 3 == 2, **rates)
 
 
 def check(scenario: Scenario) -> None:
@@ -67,20 +66,6 @@ def test_streams_are_exact_and_invariants_hold_under_random_traffic(seed: int) -
     name = "test_streams_are_exact_and_invariants_hold_under_random_traffic"
     with replayable(f"seed {seed}", f"python -m pytest '{HERE}::{name}[{seed}]'"):
         check_seed(seed, NUM_STEPS)
-
-
-@pytest.mark.parametrize("seed", by_day(range(200), range(20)))
-def test_streams_of_a_recurrent_model_are_exact(seed: int) -> None:
-    name = "test_streams_of_a_recurrent_model_are_exact"
-    with replayable(f"seed {seed}", f"python -m pytest '{HERE}::{name}[{seed}]'"):
-        check_seed(seed, NUM_STEPS, recurrent=True)
-
-
-@pytest.mark.parametrize("seed", by_day(range(200), range(30)))
-def test_streams_of_a_model_that_sees_are_exact(seed: int) -> None:
-    name = "test_streams_of_a_model_that_sees_are_exact"
-    with replayable(f"seed {seed}", f"python -m pytest '{HERE}::{name}[{seed}]'"):
-        check_seed(seed, NUM_STEPS, recurrent=seed % 5 == 4, sees=True)
 
 
 @pytest.mark.parametrize("seed", range(20))

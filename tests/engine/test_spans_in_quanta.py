@@ -1,10 +1,8 @@
 """Spans that attend both ways in an engine whose steps are bounded: computed in quanta, with the
 streams of each request alone, whatever takes a span away meanwhile. In modelled time."""
 
-import random
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -23,18 +21,14 @@ from cadenza.engine.resumption import ResumedSample, Resumption
 from cadenza.errors import RunnerError
 from cadenza.events import Token
 from cadenza.request import Request, SamplingParams
-from tests.by_day import by_day
 from tests.engine.seeing import image_at
-from tests.engine.simulation import SECRET, VOCAB_SIZE, Record, replayable
+from tests.engine.simulation import SECRET, VOCAB_SIZE, Record
 from tests.engine.solo import IMAGE_TOKEN_ID
 
 TEXT_COST = StepCost(fixed_ms=5.0, token_ms=2.0, logit_ms=0.2, key_ms=0.00005)
 TRUE_SPAN_MS = 1.5
 """Of a quantum beside its share of a token's time."""
 LOOPS: tuple[SchedulerLoop, ...] = ("plain", "overlap")
-MODES = 5, 45, 46, 73
-"""Seeds that together have what `test_the_traffic_has_what_it_claims_to_test` names."""
-HERE = "tests/engine/test_spans_in_quanta.py"
 LIMITS = EngineLimits(
     max_num_seqs=10,
     max_num_batched_tokens=256,
@@ -309,90 +303,3 @@ def test_an_engine_lost_within_a_span_leaves_its_request_to_another() -> None:
     engine.resume(request_id, request, Resumption(samples=(sample,)))
     drain(engine, record)
     record.verify()
-
-
-@dataclass(slots=True, eq=False)
-class Traffic:
-    """Random requests with spans at random bounds; some are cancelled or preempted, some steps
-    fail."""
-
-    seed: int
-    loop: SchedulerLoop
-    modes: Counter[str] = field(default_factory=Counter[str])
-
-    def run(self) -> None:
-        rng = random.Random(f"spans {self.seed}")
-        rows = rng.choice([2, 3, 5])
-        longest = rng.choice([20, 50, 90])
-        limits = replace(
-            LIMITS,
-            max_num_seqs=rows,
-            max_num_batched_tokens=longest + rows - 1,
-            max_model_len=160,
-            num_pages=rng.choice([10, 13, 20, 60]),
-            enable_prefix_caching=rng.random() < 0.7,
-            images=ImageLimits(token_id=IMAGE_TOKEN_ID, num_slots=rng.choice([90, 200])),
-        )
-        bound = bound_of(rng.choice([1.0, 12.0, 25.0, 60.0]))
-        engine, runner = engine_of(limits, bound, self.loop)
-        failing = rng.choice([None, None, rng.randrange(10, 120)])
-        losses = random.Random(f"losses {self.seed}")
-        loss = losses.choice([0.0, 0.0, 0.05])
-        runner.fails = lambda inputs: inputs.step_id == failing or losses.random() < loss
-        record = Record(seed=0, engine=engine)
-        for _ in range(140):
-            if rng.random() < 0.3 and engine.num_queue_slots > 5:
-                send(engine, record, self._request(rng, longest))
-            holder = engine.scheduler.work(SpanQueue).holder
-            if holder is not None and rng.random() < 0.05:
-                self._cancel(engine, record, holder)
-            num_preemptions = engine.scheduler.num_preemptions
-            running = engine.scheduler.running
-            if losses.random() < loss and running:
-                engine.scheduler._preempt(losses.choice(running))
-            self._take(engine, record)
-            if engine.scheduler.num_preemptions > num_preemptions and holder is not None:
-                self.modes["preempted holder"] += holder.num_preemptions > 0
-        for _ in range(4000):
-            if engine.is_idle:
-                break
-            self._take(engine, record)
-        record.verify()
-        self.modes["spans"] += engine.scheduler.work(SpanQueue).num_computed
-        self.modes["failures"] += engine.num_failed_steps
-
-    def _take(self, engine: EngineCore, record: Record) -> None:
-        record.step()
-        engine.check_invariants()
-
-    def _cancel(self, engine: EngineCore, record: Record, holder: Sequence) -> None:
-        for stream in record.open_streams(holder.request_id):
-            record.cancelled.add(stream)
-        engine.cancel(holder.request_id)
-        self.modes["cancelled holder"] += 1
-
-    def _request(self, rng: random.Random, longest: int) -> Request:
-        if rng.random() < 0.3:
-            return stream_of(rng.randrange(90), rng.randint(1, 40))
-        rows = rng.choice([longest, rng.randint(1, longest)])
-        before, behind = rng.choice([0, 3, 16, 40]), rng.choice([0, 1, 8, 20])
-        max_tokens = rng.randint(1, 160 - before - rows - behind) if rng.random() < 0.5 else 3
-        seed, n = rng.randrange(4), rng.choice([1, 1, 1, 2])
-        return request_of(before, rows, behind, seed, max_tokens=min(40, max_tokens), n=n)
-
-
-@pytest.mark.parametrize("seed", by_day(range(400), {*range(10), *MODES}))
-def test_streams_are_solo_whatever_happens_within_spans(seed: int) -> None:
-    name = "test_streams_are_solo_whatever_happens_within_spans"
-    with replayable(f"seed {seed}", f"python -m pytest '{HERE}::{name}[{seed}]'"):
-        Traffic(seed, LOOPS[seed % 2]).run()
-
-
-def test_the_traffic_has_what_it_claims_to_test() -> None:
-    modes: Counter[str] = Counter()
-    for seed in MODES:
-        Traffic(seed, "overlap", modes).run()
-    assert modes["spans"] > 50
-    assert modes["preempted holder"], modes
-    assert modes["cancelled holder"], modes
-    assert modes["failures"], modes

@@ -285,7 +285,7 @@ def test_the_matrix_is_about_150_different_combinations_and_always_the_same():
 def test_every_field_that_chooses_or_describes_tokens_is_in_the_matrix():
     elsewhere = {"max_tokens", "truncate_prompt_tokens", "bad_words"}
     elsewhere |= {"structured"}  # as `constraint`, which is what it is resolved to
-    elsewhere |= {"speculative"}  # changes no token: tests/engine/test_speculation.py
+    elsewhere |= {"speculative"}  # changes no token: tests/engine/test_interplay.py
     elsewhere |= {"spec_prefill"}  # as `sparse_prefill`: tests/engine/test_sparse_prompts.py
     of_text = {"stop", "include_stop_str_in_output", "skip_special_tokens"}
     fields = {field.name for field in dataclasses.fields(SamplingParams)}
