@@ -194,8 +194,8 @@ class Cache:
             end = min(num_tokens, start + CHUNK)
             while not self._kv_cache.try_grow(stream, end):
                 self._end_one()
-            if self._kv_cache.states is not None:
-                placement = self._kv_cache.place_state(stream, start, end, 0)
+            if self._kv_cache.sequence_states is not None:
+                placement = self._kv_cache.sequence_states.place(stream, start, end, 0)
                 self._kv_cache.unpin((), placement.slots)
             stream.num_computed_tokens = end
         self._kv_cache.publish(stream, num_tokens)
