@@ -1,6 +1,6 @@
 """`Fingerprint`: what an answer's tokens depend on besides its request, in named parts. Invariant:
 answers to equal requests whose fingerprints are equal have equal tokens and log probabilities, on
-any machine and in any batch."""
+any machine and in any batch. `loading.identity` finds the parts."""
 
 import hashlib
 
