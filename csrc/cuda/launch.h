@@ -110,26 +110,25 @@ void launch(void (*kernel)(P...), dim3 grid, unsigned threads, size_t shared_byt
   check(cudaGetLastError());
 }
 
-// Whether kernels may begin before the one ahead of them has ended (programmatic dependent launch).
-inline bool can_start_early() {
-#ifdef CADENZA_NO_EARLY_START
-  return false;
-#else
-  static const bool can = [] {
-    int device = 0, major = 0;
-    check(cudaGetDevice(&device));
-    check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
-    return major >= 9;
+// Whether kernels may begin before the one ahead of them has ended (programmatic dependent launch): only
+// if they were compiled for 9.0 or later, as await_previous() is empty in code for earlier cards, which
+// later ones can run, too. All kernels of a library are compiled for the same cards.
+inline bool can_start_early(const void* kernel) {
+  static const bool can = [kernel] {
+    cudaFuncAttributes found{};
+    check(cudaFuncGetAttributes(&found, kernel));
+    return found.ptxVersion >= 90;
   }();
   return can;
-#endif
 }
 
 // As launch(), of a kernel that calls await_previous() in every block.
 template <class... P, class... A>
 void launch_early(void (*kernel)(P...), dim3 grid, unsigned threads, size_t shared_bytes, A... arguments) {
-  if (!can_start_early()) return launch(kernel, grid, threads, shared_bytes, arguments...);
   if (context.is_measured || grid.x == 0 || grid.y == 0 || grid.z == 0) return;
+  if (!can_start_early(reinterpret_cast<const void*>(kernel))) {
+    return launch(kernel, grid, threads, shared_bytes, arguments...);
+  }
   ask_for_shared(kernel, shared_bytes);
   cudaLaunchAttribute early{};
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
