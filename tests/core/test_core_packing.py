@@ -7,7 +7,7 @@ import numpy as np
 from cadenza.core.batch import Batch
 from cadenza.core.draw_keys import draw_keys
 from cadenza.core.packing import rope_positions
-from cadenza.core.recurrent_states import KeptState
+from cadenza.core.recurrent_state import KeptState
 from cadenza.core.scheduler import Scheduler
 from cadenza.core.step_schema import (
     LAST_SAMPLED,

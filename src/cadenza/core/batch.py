@@ -5,9 +5,11 @@ logit positions belong to its own sequence, in ascending order."""
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from cadenza.core.image_cost import NO_LOAD, ImageLoad
-from cadenza.core.image_slots import EncodedImage
-from cadenza.core.recurrent_states import KeptState
+from cadenza.core.recurrent_state import KeptState
 from cadenza.core.sequence import PageCopy, Sequence
 from cadenza.core.step_cost import StepLoad, num_keys
 from cadenza.core.step_schema import NO_SCORES, ImageCall
@@ -15,7 +17,25 @@ from cadenza.core.whole_spans import SpanRows
 from cadenza.events import Preparing, Started
 from cadenza.request import Attachment
 
+ImageKey = tuple[str, bytes]
+
 NO_POSITIONS = range(0)
+
+
+@dataclass(slots=True, eq=False)
+class EncodedImage:
+    """An image that has slots. `slots`: [N], one for each placeholder, in order. `is_ready`: all
+    steps that are launched from now on may read the slots. `num_pins`: launched steps that read or
+    write them and have not been read. `is_dropped`: it is not found any more; its slots are free
+    once nothing pins it. `first_user`: the request whose tokens were the first to read them; None
+    before."""
+
+    key: ImageKey
+    slots: npt.NDArray[np.int32]
+    is_ready: bool = False
+    num_pins: int = 0
+    is_dropped: bool = False
+    first_user: int | None = None
 
 
 class SeenImage(NamedTuple):

@@ -11,10 +11,10 @@ from itertools import islice
 from operator import attrgetter
 
 from cadenza.config import ImageLimits
-from cadenza.core.batch import Batch, SeenImage
+from cadenza.core.batch import Batch, EncodedImage, ImageKey, SeenImage
 from cadenza.core.fair_share import FairShare
 from cadenza.core.image_cost import ImageCost, ImageLoad, ImageWork
-from cadenza.core.image_slots import EncodedImage, ImageKey, ImageSlotCounts, ImageSlots
+from cadenza.core.image_slots import ImageSlotCounts, ImageSlots
 from cadenza.core.kv_cache_manager import KVCacheManager
 from cadenza.core.prefix_cache import Prefix
 from cadenza.core.sequence import Sequence, SequenceStatus, WaitReason

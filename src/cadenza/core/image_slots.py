@@ -7,25 +7,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-ImageKey = tuple[str, bytes]
-
-
-@dataclass(slots=True, eq=False)
-class EncodedImage:
-    """An image that has slots. `slots`: [N], one for each placeholder, in order. `is_ready`: all
-    steps that are launched from now on may read the slots. `num_pins`: launched steps that read or
-    write them and have not been read. `is_dropped`: it is not found any more; its slots are free
-    once nothing pins it. `first_user`: the request whose tokens were the first to read them; None
-    before."""
-
-    key: ImageKey
-    slots: npt.NDArray[np.int32]
-    is_ready: bool = False
-    num_pins: int = 0
-    is_dropped: bool = False
-    first_user: int | None = None
+from cadenza.core.batch import EncodedImage, ImageKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

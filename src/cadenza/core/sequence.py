@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from cadenza.core.drafts import Drafting
 from cadenza.core.prompt_rows import Pool, PromptRowsProgress
-from cadenza.core.recurrent_states import SequenceState
+from cadenza.core.recurrent_state import SequenceState
 from cadenza.core.whole_spans import WholeSpan
 from cadenza.events import CacheMiss, FinishReason, WholePromptReason
 from cadenza.request import Request, SamplingParams

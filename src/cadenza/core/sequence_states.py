@@ -8,13 +8,8 @@ from collections.abc import Sequence as SequenceOf
 from cadenza.config import EngineLimits
 from cadenza.core.page_pool import PageClass, PagePool
 from cadenza.core.prefix_cache import ROOT, Coming, Prefix, PrefixCache
-from cadenza.core.recurrent_states import (
-    Placement,
-    RecurrentStates,
-    SequenceState,
-    StateSnapshot,
-    snapshot_places,
-)
+from cadenza.core.recurrent_state import SequenceState, StateSnapshot
+from cadenza.core.recurrent_states import Placement, RecurrentStates, snapshot_places
 from cadenza.core.sequence import Sequence
 
 
