@@ -38,7 +38,7 @@ run: .venv/.has-cadenza ## answer eight prompts at once with the bundled model
 	$(BIN)/cadenza generate --prompts-file examples/prompts.txt --max-tokens 48
 
 # What takes seconds is `slow` (pyproject.toml).
-CHECKED := tests/unit tests/core tests/text tests/engine
+CHECKED := tests/unit tests/scheduler tests/text tests/engine
 check: export PYTHONDONTWRITEBYTECODE =
 check: .venv/.has-tools ## run the quick tests: a minute, at each save
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder \

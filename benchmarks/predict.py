@@ -21,11 +21,11 @@ from heapq import heappop, heappush
 from pathlib import Path
 
 from cadenza import EngineConfig, Finished, Request, SamplingParams, Token
+from cadenza.batch.step_cost import StepLoad
 from cadenza.bench.checkpoints import cached_checkpoint
 from cadenza.bench.serve import measure_serving
 from cadenza.bench.serve_figures import LoadFigures, Outcome, Spread, spread_of
 from cadenza.bench.serve_options import LoadOptions, ServerAddress
-from cadenza.core.step_cost import StepLoad
 from cadenza.loading.build import cache_folder
 from cadenza_bench.simulate.device import (
     SimulatedServer,

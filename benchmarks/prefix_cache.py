@@ -19,11 +19,11 @@ from pathlib import Path
 
 from cache_traces import TRACES, Ask
 from cadenza import Request, SamplingParams
+from cadenza.batch.sequence import Sequence as Stream
 from cadenza.config import EngineLimits
-from cadenza.core.kv_cache_manager import KVCacheManager
-from cadenza.core.page_keys import Content, PageKeys
-from cadenza.core.page_pool import EvictionOrder, PageClass, PagePool, Reuse
-from cadenza.core.sequence import Sequence as Stream
+from cadenza.kv.kv_cache_manager import KVCacheManager
+from cadenza.kv.page_keys import Content, PageKeys
+from cadenza.kv.page_pool import EvictionOrder, PageClass, PagePool, Reuse
 
 PAGE_SIZE = 16
 SECRET = b"of a simulated prefix cache"

@@ -19,10 +19,10 @@ from cadenza.backends import find_backend
 from cadenza.backends.base import RunnerSetup
 from cadenza.backends.xla.ops.native import NativeOps
 from cadenza.backends.xla.runner import XlaRunner
+from cadenza.batch.step_schema import ModelInputs
 from cadenza.checkpoint import read_shape, write_random_checkpoint
-from cadenza.checkpoint.weights import open_weights
 from cadenza.config import EngineLimits
-from cadenza.core.step_schema import ModelInputs
+from cadenza.weights.weights import open_weights
 
 PAGE_SIZE, BUCKET = 16, 64
 

@@ -29,12 +29,12 @@ from pathlib import Path
 import httpx
 
 from cadenza import LLM, EngineConfig, Finished, Request, SamplingParams, Token
+from cadenza.batch.step_cost import StepCost, derive_bound_ms
 from cadenza.bench.checkpoints import cached_checkpoint
 from cadenza.cli.served_models import replica_places
 from cadenza.cluster.cores import own_cpus
 from cadenza.cluster.engine_group import EngineGroup
 from cadenza.config import EngineLimits
-from cadenza.core.step_cost import StepCost, derive_bound_ms
 from cadenza.engine.front import EngineFront
 from cadenza.engine.process.child_process import ChildProcess
 from cadenza.engine.process.process_link import ProcessLink, ProcessOptions, pinned

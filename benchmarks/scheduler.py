@@ -17,16 +17,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cadenza.batch.batch import Batch
+from cadenza.batch.packing import Packer
+from cadenza.batch.sequence import Sequence
+from cadenza.batch.step_schema import StepOutput
 from cadenza.config import EngineLimits
-from cadenza.core.admission import Admission
-from cadenza.core.batch import Batch
-from cadenza.core.kv_cache_manager import KVCacheManager
-from cadenza.core.packing import Packer
-from cadenza.core.scheduler import Scheduler, SchedulerOptions
-from cadenza.core.sequence import Sequence
-from cadenza.core.step_drafts import StepDrafts
-from cadenza.core.step_schema import StepOutput
+from cadenza.kv.kv_cache_manager import KVCacheManager
 from cadenza.request import Request, SamplingParams
+from cadenza.scheduler.admission import Admission
+from cadenza.scheduler.scheduler import Scheduler, SchedulerOptions
+from cadenza.scheduler.step_drafts import StepDrafts
 
 PAGE_SIZE = 16
 NUM_STEPS = 200

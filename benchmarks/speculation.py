@@ -40,16 +40,16 @@ from typing import Any
 from unittest.mock import PropertyMock, patch
 
 from cadenza import LLM, Request, SamplingParams, Token
+from cadenza.batch.step_cost import StepCost, StepLoad
 from cadenza.bench.checkpoints import cached_checkpoint
 from cadenza.config import EngineConfig
-from cadenza.core.draft_costs import DraftCosts
-from cadenza.core.drafts import Drafting
-from cadenza.core.step_cost import StepCost, StepLoad
-from cadenza.core.step_drafts import DraftSlot, DraftStep, StepDrafts
+from cadenza.drafting.drafts import Drafting
 from cadenza.engine.calibration import measure_decode_ms
 from cadenza.engine.core import EngineCore
 from cadenza.engine.model_drafter import ModelDrafter
 from cadenza.loading.build import cache_folder, load_runners, open_planned
+from cadenza.scheduler.draft_costs import DraftCosts
+from cadenza.scheduler.step_drafts import DraftSlot, DraftStep, StepDrafts
 
 CODE = """def mean(numbers):
     total = 0

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from cadenza.checkpoint import named_shape
-from cadenza.checkpoint.model_config import ModelConfig
+from cadenza.models.model_config import ModelConfig
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"

@@ -19,8 +19,8 @@ import numpy.typing as npt
 from gguf import quants
 
 from cadenza.checkpoint import ModelConfig, declare, open_checkpoint
-from cadenza.checkpoint.config_json import parse_model_config
-from cadenza.checkpoint.tensor_spec import TensorSpec
+from cadenza.models.config_json import parse_model_config
+from cadenza.weights.tensor_spec import TensorSpec
 from tools.gguf_tokenizer import GGUFError, write_tokenizer
 
 Float32Array = npt.NDArray[np.float32]

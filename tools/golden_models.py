@@ -19,11 +19,11 @@ from cadenza.checkpoint import (
     open_weights,
     read_shape,
 )
-from cadenza.checkpoint.config_json import CONFIG_FILE
-from cadenza.checkpoint.dtypes import FORMAT_OF_NAME, StoredDType
 from cadenza.checkpoint.gguf.types import TENSOR_TYPES
 from cadenza.checkpoint.random_checkpoint import NoiseSource, Shape, write_drawn_checkpoint
-from cadenza.checkpoint.safetensors_writer import NewTensor, Part, write_shards
+from cadenza.models.config_json import CONFIG_FILE
+from cadenza.weights.dtypes import FORMAT_OF_NAME, StoredDType
+from cadenza.weights.safetensors_writer import NewTensor, Part, write_shards
 
 Bytes = npt.NDArray[np.uint8]
 Tensors = dict[str, tuple[StoredDType, npt.NDArray[Any]]]

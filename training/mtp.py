@@ -1,7 +1,7 @@
 """The MTP layer (multi-token prediction) of the bundled model as a function of its weights.
 
 Owns its initial weights and its forward pass, which is that of `mtp.*` beside a Qwen3 (the layout
-`QWEN_MTP` of `checkpoint/mtp_layout.py`): embedding and hidden state are normed and joined, in this
+`QWEN_MTP` of `models/mtp_layout.py`): embedding and hidden state are normed and joined, in this
 order, the hidden state is the one after the target's final norm, norms do not add one, and the head
 is the target's.  For every further draft the layer reads its own output after its norm.
 

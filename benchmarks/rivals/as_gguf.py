@@ -32,10 +32,10 @@ from gguf import GGMLQuantizationType as Kind
 
 from cadenza.bench.checkpoints import write_random_tokenizer
 from cadenza.checkpoint import ModelConfig, declare, named_shape, open_checkpoint
-from cadenza.checkpoint.layer_kind import DeltaShape
 from cadenza.checkpoint.random_checkpoint import distribution_of
-from cadenza.checkpoint.tensor_spec import TensorSpec
 from cadenza.checkpoint.tokenizer_files import TOKENIZER_FILE
+from cadenza.models.layer_kind import DeltaShape
+from cadenza.weights.tensor_spec import TensorSpec
 
 Array = np.ndarray[Any, Any]
 

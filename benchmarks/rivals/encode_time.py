@@ -17,9 +17,9 @@ from PIL import Image
 from cadenza.backends.base import RunnerSetup
 from cadenza.backends.xla.ops.native import NativeOps
 from cadenza.backends.xla.runner import XlaRunner
+from cadenza.batch.step_schema import ImageCall, ModelInputs
 from cadenza.checkpoint import open_checkpoint
 from cadenza.config import EngineLimits
-from cadenza.core.step_schema import ImageCall, ModelInputs
 from cadenza.request import Attachment
 from cadenza.vision.processor import ImagePart
 

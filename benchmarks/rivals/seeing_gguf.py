@@ -29,7 +29,7 @@ from benchmarks.rivals.as_gguf import (
     stored_tensors,
     tokenizer_of,
 )
-from cadenza.checkpoint.config_json import parse_model_config
+from cadenza.models.config_json import parse_model_config
 
 Array = np.ndarray[Any, Any]
 Tensors = Iterator[tuple[str, Array]]

@@ -1,4 +1,4 @@
-// Logit rows as declared in `core/step_schema.py` (`LogitInputs`), stored column by column: one
+// Logit rows as declared in `batch/step_schema.py` (`LogitInputs`), stored column by column: one
 // array of 32-bit words for each field.
 #pragma once
 

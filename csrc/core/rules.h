@@ -1,4 +1,4 @@
-// Layout of a row's token rules as packed by `core/token_rules.py`: int32 words; floats are stored
+// Layout of a row's token rules as packed by `batch/token_rules.py`: int32 words; floats are stored
 // as their bits.
 #pragma once
 

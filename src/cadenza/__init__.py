@@ -19,6 +19,7 @@ Modules:
 - `structured`: the form that an answer must have, as it is asked for and as it is resolved, and the
   protocol of what decides which tokens may follow
 - `errors`: one tree of exceptions
+- `json_object`: typed access to untrusted JSON
 - `fingerprint`: what an answer depends on besides its request
 - `kernel_proof`: what was compared of kernels' bits when a model was loaded
 - `receipt`: what another machine needs to compute an answer again

@@ -4,9 +4,9 @@ from dataclasses import dataclass, replace
 
 from cadenza import EngineCore
 from cadenza.backends.fake import FakeRunner, FakeStepHandle
+from cadenza.batch.step_schema import ModelInputs
 from cadenza.bench.workloads import PlannedRequest
 from cadenza.config import EngineLimits
-from cadenza.core.step_schema import ModelInputs
 from cadenza.engine.core import CoreOptions
 from cadenza_bench.batching.plan import BatchingLoad, BatchingPlan
 from cadenza_bench.batching.player import Timing

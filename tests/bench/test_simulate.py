@@ -12,12 +12,12 @@ import pytest
 
 from cadenza import EngineConfig, Token
 from cadenza.backends.fake import FakeRunner, next_token
+from cadenza.batch.batch import Batch
+from cadenza.batch.packing import Packer
+from cadenza.batch.step_cost import full_decode
+from cadenza.batch.step_schema import StepOutput
 from cadenza.cli import main
 from cadenza.config import EngineLimits, SchedulingPolicy
-from cadenza.core.batch import Batch
-from cadenza.core.packing import Packer
-from cadenza.core.step_cost import full_decode
-from cadenza.core.step_schema import StepOutput
 from cadenza.errors import ConfigError
 from cadenza_bench.simulate.device import (
     SimulatedServer,

@@ -6,19 +6,19 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from cadenza.checkpoint import random_checkpoint
-from cadenza.checkpoint.config_json import ACTIVATIONS, CONFIG_FILE
-from cadenza.checkpoint.dtypes import WeightDType
-from cadenza.checkpoint.families import FAMILIES
-from cadenza.checkpoint.families.deepseek import DENSE, SPARSE
-from cadenza.checkpoint.families.family import FULL, LINEAR, SLIDING
-from cadenza.checkpoint.families.hybrid import CONV
-from cadenza.checkpoint.layer_kind import ConvShape, DeltaShape, LayerKind, ScanShape
-from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.checkpoint.random_checkpoint import Shape
-from cadenza.checkpoint.rope_config import LongRopeScaling, format_rope
-from cadenza.checkpoint.safetensors_writer import DEFAULT_SHARD_BYTES
-from cadenza.checkpoint.towers.reader import IMAGE_PROCESSOR_FILE
-from cadenza.checkpoint.wrapped_text import NEWER_OUTSIDE, SHARED, TEXT_CONFIG, WRAPPERS
+from cadenza.models.config_json import ACTIVATIONS, CONFIG_FILE
+from cadenza.models.families import FAMILIES
+from cadenza.models.families.deepseek import DENSE, SPARSE
+from cadenza.models.families.family import FULL, LINEAR, SLIDING
+from cadenza.models.families.hybrid import CONV
+from cadenza.models.layer_kind import ConvShape, DeltaShape, LayerKind, ScanShape
+from cadenza.models.model_config import ModelConfig
+from cadenza.models.rope_config import LongRopeScaling, format_rope
+from cadenza.models.towers.reader import IMAGE_PROCESSOR_FILE
+from cadenza.models.wrapped_text import NEWER_OUTSIDE, SHARED, TEXT_CONFIG, WRAPPERS
+from cadenza.weights.dtypes import WeightDType
+from cadenza.weights.safetensors_writer import DEFAULT_SHARD_BYTES
 from tests.checkpoint.tower_writer import format_vision
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from cadenza.checkpoint import ModelConfig, declare, open_weights, parse_model_config
-from cadenza.checkpoint.declaration import HEAD
-from cadenza.checkpoint.dtypes import FORMAT_OF_CODE
+from cadenza.models.declaration import HEAD
+from cadenza.weights.dtypes import FORMAT_OF_CODE
 
 Header = dict[str, Any]
 

@@ -24,9 +24,9 @@ from cadenza.checkpoint import (
     named_shape,
     open_checkpoint,
 )
-from cadenza.checkpoint.config_json import parse_model_config
-from cadenza.checkpoint.layer_kind import ConvShape, DeltaShape, LayerKind, ScanShape
-from cadenza.checkpoint.rope_config import ProportionalRopeScaling, axes_of
+from cadenza.models.config_json import parse_model_config
+from cadenza.models.layer_kind import ConvShape, DeltaShape, LayerKind, ScanShape
+from cadenza.models.rope_config import ProportionalRopeScaling, axes_of
 from tests.checkpoint.config_writer import format_model_config, write_random_checkpoint
 from tests.checkpoint.gguf_random import FACTORS, random_tensor
 

@@ -13,7 +13,7 @@ import gguf
 import numpy as np
 
 from cadenza.checkpoint import Checkpoint, open_checkpoint
-from cadenza.checkpoint.declaration import declare
+from cadenza.models.declaration import declare
 from tests.checkpoint.gguf_models import Arrays, Conversion, add_value, describe, rename
 
 TOKENS = "tokenizer.ggml.tokens"

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from cadenza.checkpoint import Weights, declare, named_shape, open_weights
-from cadenza.checkpoint.config_json import CONFIG_FILE
-from cadenza.checkpoint.tensor_spec import TensorSpec
+from cadenza.models.config_json import CONFIG_FILE
+from cadenza.weights.tensor_spec import TensorSpec
 from tests.checkpoint.config_writer import write_random_checkpoint
 from tests.checkpoint.files import write_tensors
 

@@ -9,8 +9,8 @@ from safetensors.numpy import load_file, save_file
 
 from cadenza.checkpoint import named_shape, open_checkpoint
 from cadenza.checkpoint.described_family import DESCRIPTION_FILE
-from cadenza.checkpoint.weights import SINGLE_FILE
 from cadenza.errors import CheckpointError
+from cadenza.weights.weights import SINGLE_FILE
 from tests.checkpoint.config_writer import write_random_checkpoint
 
 NAMES = {

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 
 from cadenza.checkpoint import ModelConfig, declare, parse_model_config
-from cadenza.checkpoint.declaration import declare_layer
-from cadenza.checkpoint.model_config import ExpertNames, ExpertsConfig
-from cadenza.checkpoint.tensor_spec import ExpertMLPSpec, GatedMLPSpec
 from cadenza.errors import CheckpointError
+from cadenza.models.declaration import declare_layer
+from cadenza.models.model_config import ExpertNames, ExpertsConfig
+from cadenza.weights.tensor_spec import ExpertMLPSpec, GatedMLPSpec
 
 MIXTURES = ("mixtral", "qwen3_moe", "olmoe")
 SHARED: dict[str, Any] = {

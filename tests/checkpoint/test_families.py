@@ -24,13 +24,13 @@ from cadenza.checkpoint import (
     open_weights,
     parse_model_config,
 )
-from cadenza.checkpoint.families import FAMILIES
-from cadenza.checkpoint.layer_kind import ConvShape, ScanShape
-from cadenza.checkpoint.model_config import SigmoidChoice
-from cadenza.checkpoint.mtp_layout import DEEPSEEK_MTP, QWEN_MTP
 from cadenza.checkpoint.stacked_experts import split_stacks
-from cadenza.checkpoint.towers.registry import READERS
 from cadenza.errors import CheckpointError
+from cadenza.models.families import FAMILIES
+from cadenza.models.layer_kind import ConvShape, ScanShape
+from cadenza.models.model_config import SigmoidChoice
+from cadenza.models.mtp_layout import DEEPSEEK_MTP, QWEN_MTP
+from cadenza.models.towers.registry import READERS
 from tests.checkpoint.config_writer import format_model_config
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
-from cadenza.checkpoint import json_object, safetensors_file
-from cadenza.checkpoint.dtypes import FORMAT_OF_CODE, FORMAT_OF_NAME
+from cadenza import json_object
 from cadenza.checkpoint.gguf import reader
 from cadenza.checkpoint.gguf.reader import read_header
-from cadenza.checkpoint.safetensors_file import LENGTH_BYTES, read_entries
 from cadenza.errors import CheckpointError
+from cadenza.weights import safetensors_file
+from cadenza.weights.dtypes import FORMAT_OF_CODE, FORMAT_OF_NAME
+from cadenza.weights.safetensors_file import LENGTH_BYTES, read_entries
 from tests.checkpoint.files import encode_file, encode_tensors, small_model
 from tests.checkpoint.fuzzing import NUMBERS, Fuzz, Grammar, Target
 from tests.checkpoint.gguf_bytes import BF16_TENSOR, File, Tensor, small_file

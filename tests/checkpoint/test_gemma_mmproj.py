@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from cadenza.checkpoint import Checkpoint, named_shape, open_checkpoint
-from cadenza.checkpoint.declaration import declare
 from cadenza.checkpoint.gguf.mmproj import open_projector
 from cadenza.checkpoint.gguf.reader import open_gguf
-from cadenza.checkpoint.model_config import ModelConfig
-from cadenza.checkpoint.towers.reader import VisionOptions
 from cadenza.errors import CheckpointError
+from cadenza.models.declaration import declare
+from cadenza.models.model_config import ModelConfig
+from cadenza.models.towers.reader import VisionOptions
 from cadenza.vision.gemma_images import Gemma4Images
 from cadenza.vision.tower_config import VisionConfig
 from tests.checkpoint.config_writer import write_random_checkpoint

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 from cadenza.checkpoint import named_shape
-from cadenza.checkpoint.json_object import JsonObject
-from cadenza.checkpoint.towers.reader import VisionOptions
-from cadenza.checkpoint.towers.registry import read_vision
-from cadenza.checkpoint.wrapped_text import unwrap_config
 from cadenza.errors import CheckpointError
+from cadenza.json_object import JsonObject
+from cadenza.models.towers.reader import VisionOptions
+from cadenza.models.towers.registry import read_vision
+from cadenza.models.wrapped_text import unwrap_config
 from cadenza.vision.tower_config import VisionConfig
 from tests.checkpoint.config_writer import format_files
 

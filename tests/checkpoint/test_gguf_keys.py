@@ -13,8 +13,8 @@ from cadenza.checkpoint.gguf.config import architectures
 from cadenza.checkpoint.gguf.files import open_gguf_files
 from cadenza.checkpoint.gguf.model import read_model
 from cadenza.checkpoint.gguf.reader import GGUFFile
-from cadenza.checkpoint.json_object import JsonObject
 from cadenza.errors import CheckpointError
+from cadenza.json_object import JsonObject
 from tests.checkpoint.gguf_models import (
     ARCHITECTURES,
     GEMMAS_4,

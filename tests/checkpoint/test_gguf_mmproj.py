@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from cadenza.checkpoint import Checkpoint, named_shape, open_checkpoint
-from cadenza.checkpoint.declaration import declare
-from cadenza.checkpoint.towers.reader import VisionOptions
 from cadenza.errors import CheckpointError
+from cadenza.models.declaration import declare
+from cadenza.models.towers.reader import VisionOptions
 from tests.checkpoint.config_writer import write_random_checkpoint
 from tests.checkpoint.mmproj_files import (
     floats,

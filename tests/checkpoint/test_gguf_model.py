@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from cadenza.checkpoint import Checkpoint, open_checkpoint
-from cadenza.checkpoint.rope_config import LongRopeScaling, YarnRopeScaling
-from cadenza.checkpoint.rope_factors import rope_factors
 from cadenza.errors import CheckpointError
+from cadenza.models.rope_config import LongRopeScaling, YarnRopeScaling
+from cadenza.models.rope_factors import rope_factors
 from tests.checkpoint.gguf_bytes import File
 from tests.checkpoint.gguf_models import (
     ARCHITECTURES,

@@ -15,8 +15,8 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from cadenza.checkpoint import Checkpoint, open_checkpoint
 from cadenza.checkpoint.gguf.tokenizer import PRE_TOKENIZERS, read_gguf_tokenizer, read_vocabulary
-from cadenza.checkpoint.json_object import JsonObject
 from cadenza.errors import CheckpointError
+from cadenza.json_object import JsonObject
 from cadenza.text import Tokenizer
 from cadenza.text.tokens.provenance import written_by_template
 from tests.checkpoint.gguf_models import Conversion, convert

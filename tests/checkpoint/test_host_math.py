@@ -7,9 +7,9 @@ from decimal import Decimal, localcontext
 import numpy as np
 import pytest
 
-from cadenza.checkpoint.host_math import log, power, rotations
-from cadenza.checkpoint.rope_config import LongRopeScaling, RopeConfig, RopeScaling, YarnRopeScaling
-from cadenza.checkpoint.rope_factors import rope_factors
+from cadenza.models.host_math import log, power, rotations
+from cadenza.models.rope_config import LongRopeScaling, RopeConfig, RopeScaling, YarnRopeScaling
+from cadenza.models.rope_factors import rope_factors
 
 ROTATIONS = ["35a1c15895820456", "0859c7ca319d475a"]
 ANGLES = np.concatenate(

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from cadenza.checkpoint import Checkpoint, named_shape, open_checkpoint, open_weights
-from cadenza.checkpoint.config_json import parse_model_config
 from cadenza.checkpoint.formats.grouped import mxfp4_weight
-from cadenza.checkpoint.model_config import ModelConfig
-from cadenza.checkpoint.safetensors_writer import NewTensor, Part, write_shards
-from cadenza.checkpoint.weight_format import INT8, MXFP4, code_format, joined
 from cadenza.errors import CheckpointError
+from cadenza.models.config_json import parse_model_config
+from cadenza.models.model_config import ModelConfig
+from cadenza.weights.safetensors_writer import NewTensor, Part, write_shards
+from cadenza.weights.weight_format import INT8, MXFP4, code_format, joined
 from tests.checkpoint.config_writer import format_model_config, write_random_checkpoint
 
 EXPERTS = "model.layers.1.mlp.experts"

@@ -18,8 +18,8 @@ from cadenza.checkpoint import (
     open_weights,
 )
 from cadenza.checkpoint.mtp_head import declare_mtp_layers, mtp_head_of
-from cadenza.checkpoint.mtp_layout import DEEPSEEK_MTP, QWEN_MTP
 from cadenza.errors import CheckpointError
+from cadenza.models.mtp_layout import DEEPSEEK_MTP, QWEN_MTP
 from tests.checkpoint.config_writer import write_random_checkpoint
 
 FIXTURE = Path(__file__).parent.parent / "fixtures" / "mimo-untied-bias"

@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cadenza.checkpoint.name_rules import by_rules
-from cadenza.checkpoint.weights import open_weights
 from cadenza.errors import CheckpointError
+from cadenza.models.name_rules import by_rules
+from cadenza.weights.weights import open_weights
 from tests.checkpoint.files import write_tensors
 
 RULES = (

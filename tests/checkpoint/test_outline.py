@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from cadenza.checkpoint import open_checkpoint
-from cadenza.checkpoint.outline import DEFAULT_POSITIONS, outline_of, read_outline
 from cadenza.errors import CheckpointError
+from cadenza.models.outline import DEFAULT_POSITIONS, outline_of, read_outline
 
 PLAIN: dict[str, Any] = {"model_type": "mamba9", "vocab_size": 50, "torch_dtype": "bfloat16"}
 

@@ -14,10 +14,10 @@ import pytest
 from cadenza.checkpoint import TensorSpec, Weights
 from cadenza.checkpoint.formats import read_scheme
 from cadenza.checkpoint.formats.gptq import order_of_groups
-from cadenza.checkpoint.json_object import JsonObject
-from cadenza.checkpoint.quantised_weight import QuantisedWeight
-from cadenza.checkpoint.safetensors_file import open_safetensors
 from cadenza.errors import CheckpointError
+from cadenza.json_object import JsonObject
+from cadenza.weights.quantised_weight import QuantisedWeight
+from cadenza.weights.safetensors_file import open_safetensors
 
 FOLDER = Path(__file__).parent / "quantised_by_others"
 ORDERED = "gptq-int4-desc-act"

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cadenza.checkpoint import named_shape
-from cadenza.checkpoint.declaration import declare
-from cadenza.checkpoint.quantised_weight import GROUP, MOST_CODE, quantise_int4, quantise_int8
 from cadenza.checkpoint.tensor_formats import format_of, stored_bytes
-from cadenza.checkpoint.weight_format import INT4, INT8
+from cadenza.models.declaration import declare
+from cadenza.weights.quantised_weight import GROUP, MOST_CODE, quantise_int4, quantise_int8
+from cadenza.weights.weight_format import INT4, INT8
 
 
 @given(seed=st.integers(0, 1 << 32), columns=st.integers(1, 100), exponent=st.integers(-12, 12))

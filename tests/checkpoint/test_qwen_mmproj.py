@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from cadenza.checkpoint import Checkpoint, named_shape, open_checkpoint
-from cadenza.checkpoint.declaration import declare
-from cadenza.checkpoint.model_config import ModelConfig
-from cadenza.checkpoint.towers.reader import VisionOptions
 from cadenza.errors import CheckpointError
+from cadenza.models.declaration import declare
+from cadenza.models.model_config import ModelConfig
+from cadenza.models.towers.reader import VisionOptions
 from cadenza.vision.tower_config import VisionConfig
 from tests.checkpoint.config_writer import write_random_checkpoint
 from tests.checkpoint.gguf_models import Arrays

@@ -10,13 +10,13 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from cadenza.checkpoint import Checkpoint, named_shape, open_checkpoint
-from cadenza.checkpoint.json_object import JsonObject
-from cadenza.checkpoint.towers.qwen import read_qwen_images
-from cadenza.checkpoint.towers.reader import VisionOptions
-from cadenza.checkpoint.weights import SINGLE_FILE
 from cadenza.errors import CheckpointError
+from cadenza.json_object import JsonObject
+from cadenza.models.towers.qwen import read_qwen_images
+from cadenza.models.towers.reader import VisionOptions
 from cadenza.vision.qwen_images import QwenImages
 from cadenza.vision.tower_config import VisionConfig
+from cadenza.weights.weights import SINGLE_FILE
 from tests.checkpoint.config_writer import write_random_checkpoint
 
 FILE = "preprocessor_config.json"

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from cadenza.checkpoint import declare, named_shape, open_checkpoint, random_checkpoint, read_shape
-from cadenza.checkpoint.dtypes import WeightDType
 from cadenza.checkpoint.random_checkpoint import shape_names
 from cadenza.errors import CheckpointError
+from cadenza.weights.dtypes import WeightDType
 from tests.checkpoint.config_writer import write_random_checkpoint
 
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cadenza.checkpoint.safetensors_file import MAX_HEADER_BYTES, open_safetensors
 from cadenza.errors import CheckpointError
+from cadenza.weights.safetensors_file import MAX_HEADER_BYTES, open_safetensors
 from tests.checkpoint.files import encode_file, encode_tensors, write_tensors
 
 PAIR = {

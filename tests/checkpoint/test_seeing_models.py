@@ -8,10 +8,10 @@ import pytest
 
 from cadenza.checkpoint import named_shape, open_checkpoint
 from cadenza.checkpoint.random_checkpoint import shape_names, text_shape_names
-from cadenza.checkpoint.towers.reader import VisionOptions
-from cadenza.checkpoint.towers.registry import READERS
-from cadenza.checkpoint.weight_format import FLOAT_FORMATS
 from cadenza.errors import CheckpointError
+from cadenza.models.towers.reader import VisionOptions
+from cadenza.models.towers.registry import READERS
+from cadenza.weights.weight_format import FLOAT_FORMATS
 from tests.checkpoint.config_writer import write_random_checkpoint
 
 SEEING = sorted({*shape_names()} - {*text_shape_names()})

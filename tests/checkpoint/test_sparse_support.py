@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from cadenza.checkpoint.layer_kind import ConvShape, LatentShape, LayerKind
-from cadenza.checkpoint.sparse_support import scoring_layers, scoring_refusal, sparse_refusal
+from cadenza.models.layer_kind import ConvShape, LatentShape, LayerKind
+from cadenza.models.sparse_support import scoring_layers, scoring_refusal, sparse_refusal
 from tests.cli.harness import TINY
 
 FULL, NEAR, FAR = LayerKind(), LayerKind(window=64), LayerKind(window=128)

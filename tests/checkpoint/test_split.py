@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cadenza.checkpoint.declaration import declare
 from cadenza.checkpoint.random_checkpoint import named_shape
-from cadenza.checkpoint.split import Rank, obstacle_to_split, split_model, split_weights
-from cadenza.checkpoint.weights import open_weights
 from cadenza.errors import ConfigError
+from cadenza.models.declaration import declare
+from cadenza.models.split import Rank, obstacle_to_split, split_model, split_weights
+from cadenza.weights.weights import open_weights
 from tests.checkpoint.config_writer import write_random_checkpoint
 
 MODEL = replace(named_shape("tiny-llama"), num_layers=1, num_heads=8, num_kv_heads=4)

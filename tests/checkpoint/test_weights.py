@@ -19,13 +19,13 @@ from cadenza.checkpoint import (
     open_checkpoint,
     open_weights,
 )
-from cadenza.checkpoint.declaration import EMBEDDING, HEAD
 from cadenza.checkpoint.mtp_head import mtp_head_of
-from cadenza.checkpoint.mtp_layout import QWEN_MTP
 from cadenza.checkpoint.random_checkpoint import text_shape_names
 from cadenza.checkpoint.stacked_experts import split_stacks
-from cadenza.checkpoint.stored_tensor import MappedFile
 from cadenza.errors import CheckpointError
+from cadenza.models.declaration import EMBEDDING, HEAD
+from cadenza.models.mtp_layout import QWEN_MTP
+from cadenza.weights.stored_tensor import MappedFile
 from tests.checkpoint.config_writer import write_random_checkpoint
 from tests.checkpoint.files import small_model, write_tensors
 

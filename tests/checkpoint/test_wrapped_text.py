@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from cadenza.checkpoint.json_object import JsonObject
 from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.checkpoint.random_checkpoint import named_shape
-from cadenza.checkpoint.weights import SINGLE_FILE
-from cadenza.checkpoint.wrapped_text import unwrap_config
 from cadenza.errors import CheckpointError
+from cadenza.json_object import JsonObject
+from cadenza.models.wrapped_text import unwrap_config
+from cadenza.weights.weights import SINGLE_FILE
 from tests.checkpoint.config_writer import write_random_checkpoint
 
 SHAPE = "tiny-qwen3.5"

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from cadenza.checkpoint.towers.siglip import ACTIVATIONS
+from cadenza.models.towers.siglip import ACTIVATIONS
 from cadenza.vision.gemma_images import Gemma3Images, Gemma4Images
 from cadenza.vision.idefics3 import Idefics3Processor
 from cadenza.vision.patches import Normalisation

@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from cadenza.backends.fake import FakeRunner, FakeStepHandle
+from cadenza.batch.step_schema import ModelInputs
 from cadenza.checkpoint import open_checkpoint
 from cadenza.cli.batch_run import BatchRun, Question, told
 from cadenza.cli.generate import report_failures, run_as_json, run_as_text
@@ -17,7 +18,6 @@ from cadenza.cli.generate_report import json_lines
 from cadenza.cli.interrupts import Interrupts
 from cadenza.cli.live_view import frame, live_view, print_result
 from cadenza.config import EngineLimits
-from cadenza.core.step_schema import ModelInputs
 from cadenza.engine.core import EngineCore
 from cadenza.errors import InvalidRequestError, RunnerError
 from cadenza.frontend.prepared_request import PreparedRequest

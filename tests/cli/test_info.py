@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from cadenza.checkpoint import ModelConfig, declare, named_shape, open_checkpoint
-from cadenza.checkpoint.dtypes import FORMAT_OF_NAME
 from cadenza.cli.info import describe
 from cadenza.config import EngineConfig
 from cadenza.loading.build import plan_model
+from cadenza.weights.dtypes import FORMAT_OF_NAME
 from tests.checkpoint.config_writer import format_model_config
 from tests.cli.harness import TINY, Ran
 from tests.faces.seeing import write_seeing_model

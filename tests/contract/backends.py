@@ -11,9 +11,9 @@ import pytest
 from cadenza.backends.base import Runner, RunnerSetup
 from cadenza.backends.fake import FakeRunner
 from cadenza.checkpoint import open_checkpoint
-from cadenza.checkpoint.model_config import ModelConfig
-from cadenza.checkpoint.weights import open_weights
 from cadenza.config import EngineLimits
+from cadenza.models.model_config import ModelConfig
+from cadenza.weights.weights import open_weights
 from tests.checkpoint.config_writer import write_random_checkpoint
 
 LIMITS = EngineLimits(

@@ -20,15 +20,15 @@ from cadenza.backends.base import (
     Runner,
     StepHandle,
 )
+from cadenza.batch.sequence import PageCopy
+from cadenza.batch.step_schema import LAST_SAMPLED, MaskUpdate, ModelInputs, RuleUpdate, StepOutput
+from cadenza.batch.token_rules import RuleLayout
 from cadenza.config import MAX_LOGPROBS_BOUND, EngineLimits
-from cadenza.core.sequence import PageCopy
-from cadenza.core.step_schema import LAST_SAMPLED, MaskUpdate, ModelInputs, RuleUpdate, StepOutput
-from cadenza.core.token_rules import RuleLayout
 from cadenza.errors import RunnerError
 from cadenza.request import SamplingParams
 from tests.contract.backends import LIMITS
 from tests.contract.steps import Chunk, Draw, Geometry, Stream, build_inputs, padding_of, run_step
-from tests.core.builders import sequence_of
+from tests.scheduler.builders import sequence_of
 
 PROMPT = [11, 7, 3, 90, 23, 42, 5, 5, 61, 17, 8, 70, 33, 2, 19, 54, 6, 88, 29, 31]
 OTHER = [40, 41, 42, 43, 44]

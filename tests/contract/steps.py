@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from cadenza.backends.base import Runner
-from cadenza.core.draw_keys import draw_keys
-from cadenza.core.sequence import PageCopy
-from cadenza.core.step_schema import (
+from cadenza.batch.draw_keys import draw_keys
+from cadenza.batch.sequence import PageCopy
+from cadenza.batch.step_schema import (
     LAST_SAMPLED,
     PADDING,
     LogitInputs,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cadenza.backends.fake import FakeLateStepHandle, FakeRunner, FakeStepHandle
-from cadenza.core.step_schema import NO_RULES, ModelInputs, StepOutput
+from cadenza.batch.step_schema import NO_RULES, ModelInputs, StepOutput
 from tests.contract.backends import LIMITS, make_fake
 from tests.contract.checks import CHECKS, Bench
 from tests.contract.steps import copy_of

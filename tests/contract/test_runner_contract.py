@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from cadenza.core.step_schema import ModelInputs
+from cadenza.batch.step_schema import ModelInputs
 from cadenza.errors import RunnerError
 from tests.contract.backends import BACKEND_PARAMS, BACKENDS, COMPILING_BACKENDS, LIMITS, LIMITS_OF
 from tests.contract.checks import CHECKS, Bench

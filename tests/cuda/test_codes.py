@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 
 from cadenza.checkpoint.gguf.blocks import ENCODINGS
-from cadenza.checkpoint.weight_format import INT4, INT8, WeightFormat
+from cadenza.weights.weight_format import INT4, INT8, WeightFormat
 from tests.cuda.conftest import Call, call_on_cpu
 from tests.native.quantised_definition import (
     FORMATS,

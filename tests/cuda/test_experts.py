@@ -11,8 +11,8 @@ import numpy.typing as npt
 import pytest
 
 from cadenza.backends.xla.ops.experts import Routing, choose_experts
-from cadenza.checkpoint.weight_format import INT4, INT8
 from cadenza.errors import ConfigError
+from cadenza.weights.weight_format import INT4, INT8
 from tests.cuda.conftest import Call, call_on_cpu
 from tests.native.quantised_definition import pack, product, random_weight
 

@@ -14,7 +14,7 @@ from cadenza.backends.xla.ops.reference import OpTable
 from cadenza.backends.xla.programs import StepProgram, state_function
 from cadenza.backends.xla.runner import XlaRunner
 from cadenza.backends.xla.tables import MakeOps
-from cadenza.core.step_schema import StepLayout
+from cadenza.batch.step_schema import StepLayout
 from tests.xla.harness import Lab, Variant
 
 VARIANT = Variant(dtype="bfloat16", bucket=16, num_rows=4, max_model_len=64, num_pages=16)

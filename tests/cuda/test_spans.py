@@ -8,9 +8,9 @@ import pytest
 from cadenza.backends.base import RunnerSetup
 from cadenza.backends.xla.ops.cuda_library import CudaLibrary
 from cadenza.backends.xla.runner import XlaRunner
-from cadenza.core.span_queue import SpanQueue
-from cadenza.core.step_cost import StepBound
+from cadenza.batch.step_cost import StepBound
 from cadenza.engine.core import CoreOptions, EngineCore
+from cadenza.scheduler.span_queue import SpanQueue
 from tests.cuda.test_engine import FewBuckets
 from tests.xla.test_image_spans import request_of, run
 from tests.xla.test_span_passes import COST, NUM_SLOTS, Case, limits_of

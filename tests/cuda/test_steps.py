@@ -16,10 +16,10 @@ from cadenza.backends.xla.ops.cuda import CudaOps
 from cadenza.backends.xla.ops.cuda_library import CudaLibrary
 from cadenza.backends.xla.ops.native import NativeOps
 from cadenza.backends.xla.runner import XlaRunner
-from cadenza.checkpoint.dtypes import WeightDType
 from cadenza.config import KVCacheDType
 from cadenza.errors import ConfigError
 from cadenza.kernel_proof import KernelProof
+from cadenza.weights.dtypes import WeightDType
 from tests.by_day import by_day
 from tests.contract.steps import Draw, Geometry, Stream, run_step
 from tests.xla.harness import Lab, Variant

@@ -12,13 +12,13 @@ from typing import Any, Literal
 import numpy as np
 
 from cadenza.backends.fake import FakeRunner, FakeStepHandle
+from cadenza.batch.batch import Batch, BatchEntry
+from cadenza.batch.sequence import Sequence
+from cadenza.batch.step_schema import LAST_SAMPLED, ModelInputs
 from cadenza.config import EngineLimits
-from cadenza.core.batch import Batch, BatchEntry
-from cadenza.core.drafts import Drafting, DraftSource, PromptLookup
-from cadenza.core.scheduler import Scheduler
-from cadenza.core.sequence import Sequence
-from cadenza.core.step_schema import LAST_SAMPLED, ModelInputs
+from cadenza.drafting.drafts import Drafting, DraftSource, PromptLookup
 from cadenza.engine.model_drafter import DraftModel
+from cadenza.scheduler.scheduler import Scheduler
 from cadenza.speculative_config import MAX_SPECULATIVE_TOKENS
 from tests.engine.hashed_constraint import HashedConstraint
 from tests.engine.simulation import VOCAB_SIZE, Parts

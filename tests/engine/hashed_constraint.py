@@ -8,8 +8,8 @@ import hashlib
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
-from cadenza.core.sequence import Sequence
-from cadenza.core.token_rules import RuleLayout
+from cadenza.batch.sequence import Sequence
+from cadenza.batch.token_rules import RuleLayout
 from cadenza.request import Request
 from cadenza.sparse_prefill import KeptTokens
 from cadenza.structured import Constraint, ConstraintSpec

@@ -9,18 +9,18 @@ from typing import Any, Literal
 
 from hypothesis import strategies as st
 
+from cadenza.batch.image_cost import ImageCost
+from cadenza.batch.step_cost import StepBound, StepCost
 from cadenza.config import Batching, EngineLimits, ImageLimits, SchedulerLoop
-from cadenza.core.image_cost import ImageCost
-from cadenza.core.image_queue import ImageQueue
-from cadenza.core.span_queue import SpanQueue
-from cadenza.core.step_cost import StepBound, StepCost
-from cadenza.core.turns import POLICIES
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.open_requests import OpenRequests
 from cadenza.engine.timeouts import RequestTimeouts
 from cadenza.errors import InvalidRequestError
 from cadenza.events import Event, Started
 from cadenza.request import Request, SamplingParams
+from cadenza.scheduler.image_queue import ImageQueue
+from cadenza.scheduler.span_queue import SpanQueue
+from cadenza.scheduler.turns import POLICIES
 from cadenza.sparse_prefill import PromptSpan, SparsePrefill
 from cadenza.speculative_config import Speculative, SpeculativeConfig, SpeculativeMethod
 from cadenza.structured import ConstraintSpec

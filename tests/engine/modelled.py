@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from cadenza.backends.fake import FakeRunner, FakeStepHandle
+from cadenza.batch.sequence import Sequence
+from cadenza.batch.step_cost import StepCost
+from cadenza.batch.step_schema import ModelInputs
 from cadenza.config import EngineLimits
-from cadenza.core.drafts import Drafting
-from cadenza.core.sequence import Sequence
-from cadenza.core.step_cost import StepCost
-from cadenza.core.step_schema import ModelInputs
+from cadenza.drafting.drafts import Drafting
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.model_drafter import DraftModel
 from cadenza.events import Token

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property
 
+from cadenza.batch.step_cost import StepBound, StepCost
 from cadenza.config import Batching, EngineLimits
-from cadenza.core.step_cost import StepBound, StepCost
-from cadenza.core.turns import POLICIES, TurnPolicy
 from cadenza.request import Request, SamplingParams
+from cadenza.scheduler.turns import POLICIES, TurnPolicy
 from cadenza.structured import ConstraintSpec
 from cadenza.tenant import Tenant
 from tests.engine.hashed_constraint import PHRASES, STEADY

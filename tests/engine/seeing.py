@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from cadenza.backends.fake import FakeRunner
 from cadenza.config import EngineLimits, ImageLimits
-from cadenza.core.image_queue import ImageQueue
 from cadenza.engine.core import EngineCore
 from cadenza.request import Attachment, Request
+from cadenza.scheduler.image_queue import ImageQueue
 from tests.engine.recurrent import spoil_free_states
 from tests.engine.solo import IMAGE_TOKEN_ID
 

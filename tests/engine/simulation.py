@@ -17,21 +17,21 @@ from typing import NoReturn
 import numpy as np
 
 from cadenza.backends.fake import FakeLateStepHandle, FakeRunner, FakeStepHandle
+from cadenza.batch.packing import Packer
+from cadenza.batch.step_cost import StepBound
+from cadenza.batch.step_schema import ModelInputs
 from cadenza.config import Batching, EngineLimits, SchedulerLoop
-from cadenza.core.admission import Admission
-from cadenza.core.image_queue import ImageQueue
-from cadenza.core.kv_cache_manager import KVCacheManager
-from cadenza.core.packing import Packer
-from cadenza.core.scheduler import Scheduler, SchedulerOptions
-from cadenza.core.step_cost import StepBound
-from cadenza.core.step_drafts import StepDrafts
-from cadenza.core.step_schema import ModelInputs
-from cadenza.core.turns import FCFS, TurnPolicy
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.loop import LOOP_DEPTHS, StepLoop, StepRunner
 from cadenza.errors import InvalidRequestError, QueueFullError
 from cadenza.events import Event, Finished, PromptLogprobs, Started, Token
+from cadenza.kv.kv_cache_manager import KVCacheManager
 from cadenza.request import Request
+from cadenza.scheduler.admission import Admission
+from cadenza.scheduler.image_queue import ImageQueue
+from cadenza.scheduler.scheduler import Scheduler, SchedulerOptions
+from cadenza.scheduler.step_drafts import StepDrafts
+from cadenza.scheduler.turns import FCFS, TurnPolicy
 from tests.engine.hashed_constraint import compile_hashed
 from tests.engine.scenario import Scenario
 from tests.engine.seeing import can_ever_fit, sees_with, spoil_free_slots

@@ -10,8 +10,8 @@ import numpy as np
 
 from cadenza.backends.fake import WINDOW_START, next_token, placed_token
 from cadenza.backends.fake_images import image_value
-from cadenza.core.draw_keys import derive_sample_seed, derive_seed, draw_keys
-from cadenza.core.token_rules import MASK, RuleLayout
+from cadenza.batch.draw_keys import derive_sample_seed, derive_seed, draw_keys
+from cadenza.batch.token_rules import MASK, RuleLayout
 from cadenza.engine.core import EngineCore
 from cadenza.events import FinishReason
 from cadenza.request import Request

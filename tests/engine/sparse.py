@@ -11,13 +11,13 @@ import numpy.typing as npt
 
 from cadenza.backends.base import Capability
 from cadenza.backends.fake import FakeRunner, FakeStepHandle, next_token
+from cadenza.batch.draw_keys import derive_sample_seed
+from cadenza.batch.step_schema import ModelInputs
 from cadenza.config import EngineLimits
-from cadenza.core.draw_keys import derive_sample_seed
-from cadenza.core.scoring_queue import MAX_SCORINGS
-from cadenza.core.step_schema import ModelInputs
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.scoring_steps import PromptScorerModel
 from cadenza.request import Request, SamplingParams
+from cadenza.scheduler.scoring_queue import MAX_SCORINGS
 from cadenza.sparse_prefill import (
     LOOK_AHEAD,
     KeptTokens,

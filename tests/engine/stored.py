@@ -10,7 +10,7 @@ from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.page_folder import PageFolder
 from cadenza.events import Finished, Token
 from cadenza.request import Request, SamplingParams
-from tests.core.builders import prompt_of
+from tests.scheduler.builders import prompt_of
 
 LIMITS = EngineLimits(
     max_num_seqs=4,

@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 
 from cadenza.config import EngineLimits
-from cadenza.core.page_keys import PageContent
-from cadenza.core.prefix_cache import MAX_COMPARED_PAGES
 from cadenza.engine.core import EngineCore
 from cadenza.events import CacheMiss, Finished, Token
+from cadenza.kv.page_keys import PageContent
+from cadenza.kv.prefix_cache import MAX_COMPARED_PAGES
 from cadenza.request import Request, SamplingParams
 from tests.engine.simulation import make_engine
 

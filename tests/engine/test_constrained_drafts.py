@@ -5,13 +5,13 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from cadenza.core.batch import Batch
-from cadenza.core.drafts import Drafting, Lookahead
-from cadenza.core.scheduler import Scheduler
-from cadenza.core.sequence import Sequence
-from cadenza.core.step_budget import MAX_ROW_MASKS, MAX_STEP_MASKS
+from cadenza.batch.batch import Batch
+from cadenza.batch.sequence import Sequence
+from cadenza.drafting.drafts import Drafting, Lookahead
 from cadenza.engine.compiling import Compiling
 from cadenza.request import Request, SamplingParams
+from cadenza.scheduler.scheduler import Scheduler
+from cadenza.scheduler.step_budget import MAX_ROW_MASKS, MAX_STEP_MASKS
 from cadenza.speculative_config import MAX_SPECULATIVE_TOKENS
 from cadenza.structured import Constraint, ConstraintSpec
 from tests.engine.drafting import LIMITS, AlwaysDrafts, Foresight

@@ -10,14 +10,14 @@ import pytest
 
 from cadenza.backends.base import Capability
 from cadenza.backends.fake import FakeLateStepHandle, FakeStepHandle
+from cadenza.batch.step_schema import ModelInputs, StepOutput
 from cadenza.config import EngineLimits, SchedulerLoop
-from cadenza.core.step_budget import MAX_STEP_MASKS
-from cadenza.core.step_results import CONSTRAINT_FAILED
-from cadenza.core.step_schema import ModelInputs, StepOutput
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.errors import InvalidRequestError
 from cadenza.events import Event, Finished, Token
 from cadenza.request import Request, SamplingParams
+from cadenza.scheduler.step_budget import MAX_STEP_MASKS
+from cadenza.scheduler.step_results import CONSTRAINT_FAILED
 from cadenza.structured import ConstraintSpec, StructuredOutput
 from tests.engine.hashed_constraint import (
     FAILS_AFTER,

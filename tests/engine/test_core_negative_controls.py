@@ -12,17 +12,17 @@ from functools import partial
 
 import pytest
 
+from cadenza.batch.batch import Batch
+from cadenza.batch.packing import Packer
+from cadenza.batch.sequence import Sequence
+from cadenza.batch.step_schema import ModelInputs, StepOutput
 from cadenza.config import EngineLimits
-from cadenza.core.batch import Batch
-from cadenza.core.kv_cache_manager import KVCacheManager
-from cadenza.core.packing import Packer
-from cadenza.core.page_pool import PagePool
-from cadenza.core.prefix_cache import Prefix
-from cadenza.core.scheduler import Scheduler
-from cadenza.core.sequence import Sequence
-from cadenza.core.step_schema import ModelInputs, StepOutput
 from cadenza.engine.core import EngineCore
 from cadenza.events import Event, Finished
+from cadenza.kv.kv_cache_manager import KVCacheManager
+from cadenza.kv.page_pool import PagePool
+from cadenza.kv.prefix_cache import Prefix
+from cadenza.scheduler.scheduler import Scheduler
 from tests.engine.scenario import Scenario
 from tests.engine.simulation import Parts, Simulation
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from cadenza.core.draft_ledger import RESERVE, SHARE
+from cadenza.drafting.draft_ledger import RESERVE, SHARE
 from cadenza.engine.stats import StepMeter
 from tests.by_day import by_day
 from tests.engine.modelled import (

@@ -8,21 +8,21 @@ from typing import Any
 import pytest
 
 from cadenza.backends.fake import FakeRunner, FakeStepHandle
-from cadenza.core.draft_costs import DecodeCost
-from cadenza.core.draft_plan import MIN_RATIO, DraftChance, plan_drafts
-from cadenza.core.drafts import (
+from cadenza.batch.step_cost import StepCost
+from cadenza.batch.step_schema import ModelInputs
+from cadenza.drafting.drafts import (
     FIRST_ACCEPTANCE,
     PROBE_EVERY,
     Drafting,
     SharedAcceptance,
     drafting_of,
 )
-from cadenza.core.step_cost import StepCost
-from cadenza.core.step_schema import ModelInputs
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.model_drafter import LEAST_CATCH_UP, MAX_FAILURES, MORE_TOKENS, DraftModel
 from cadenza.errors import InvalidRequestError
 from cadenza.request import Request, SamplingParams
+from cadenza.scheduler.draft_costs import DecodeCost
+from cadenza.scheduler.draft_plan import MIN_RATIO, DraftChance, plan_drafts
 from cadenza.speculative_config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
 from tests.engine.drafting import LIMITS, draft_model_of, fake_of
 from tests.engine.simulation import VOCAB_SIZE, ObservedRunner, Record, run_requests

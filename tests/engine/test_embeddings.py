@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from cadenza.backends.fake import HIDDEN_SIZE, FakeRunner, hidden_state
+from cadenza.batch.prompt_rows import Pool
+from cadenza.batch.step_schema import ModelInputs, StepOutput
 from cadenza.config import SchedulerLoop
-from cadenza.core.prompt_rows import Pool
-from cadenza.core.step_schema import ModelInputs, StepOutput
 from cadenza.engine.core import EngineCore
 from cadenza.errors import InvalidRequestError
 from cadenza.events import Event, Finished, PromptLogprobs, Started, Token

@@ -7,19 +7,19 @@ from typing import Any
 import pytest
 
 from cadenza.backends.fake import next_token
+from cadenza.batch.prompt_rows import PromptRowsProgress
+from cadenza.batch.sequence import Sequence
+from cadenza.batch.step_schema import NUM_EXTRA_LOGIT_ROWS
 from cadenza.config import EngineLimits, SchedulerLoop
-from cadenza.core.kv_cache_manager import KVCacheManager
-from cadenza.core.prefix_cache import Prefix
-from cadenza.core.prompt_rows import PromptRowsProgress
-from cadenza.core.sequence import Sequence
-from cadenza.core.step_budget import StepBudget
-from cadenza.core.step_schema import NUM_EXTRA_LOGIT_ROWS
 from cadenza.engine.core import EngineCore
 from cadenza.events import Event, Finished, PromptLogprobs, Token
+from cadenza.kv.kv_cache_manager import KVCacheManager
+from cadenza.kv.prefix_cache import Prefix
 from cadenza.request import Request, SamplingParams
+from cadenza.scheduler.step_budget import StepBudget
 from cadenza.verification.reference import Logits, ReferenceEngine
-from tests.core.builders import sequence_of
 from tests.engine.simulation import VOCAB_SIZE, Parts, make_engine
+from tests.scheduler.builders import sequence_of
 
 LOOPS: tuple[SchedulerLoop, ...] = ("plain", "overlap")
 LIMITS = EngineLimits(

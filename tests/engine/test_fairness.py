@@ -8,13 +8,13 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
+from cadenza.batch.batch import Batch
+from cadenza.batch.sequence import Sequence
 from cadenza.config import EngineLimits, SchedulerLoop, SchedulingPolicy
-from cadenza.core.batch import Batch
-from cadenza.core.scheduler import Scheduler
-from cadenza.core.sequence import Sequence
-from cadenza.core.turns import POLICIES
 from cadenza.events import Event
 from cadenza.request import Request, SamplingParams
+from cadenza.scheduler.scheduler import Scheduler
+from cadenza.scheduler.turns import POLICIES
 from tests.by_day import by_day
 from tests.engine.simulation import (
     IN_ORDER,

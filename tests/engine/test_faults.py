@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 
 from cadenza.backends.fake import FakeStepHandle
+from cadenza.batch.batch import Batch
+from cadenza.batch.packing import Packer
+from cadenza.batch.sequence import Sequence
+from cadenza.batch.step_schema import NO_STATE, ModelInputs, StepOutput
 from cadenza.config import EngineLimits, SchedulerLoop
-from cadenza.core.batch import Batch
-from cadenza.core.kv_cache_manager import KVCacheManager
-from cadenza.core.packing import Packer
-from cadenza.core.page_pool import PagePool
-from cadenza.core.sequence import Sequence
-from cadenza.core.step_schema import NO_STATE, ModelInputs, StepOutput
+from cadenza.kv.kv_cache_manager import KVCacheManager
+from cadenza.kv.page_pool import PagePool
 from cadenza.request import Request, SamplingParams
 from tests.by_day import by_day
 from tests.engine.simulation import (

@@ -8,8 +8,8 @@ from itertools import pairwise
 import pytest
 
 from cadenza.backends.fake import FakeRunner, FakeStepHandle
+from cadenza.batch.step_schema import ModelInputs
 from cadenza.config import EngineLimits
-from cadenza.core.step_schema import ModelInputs
 from cadenza.engine.core import MAX_EMPTY_STEPS, EngineCore
 from cadenza.engine.front import EngineFront, InProcessLink
 from cadenza.engine.stats import EngineStats

@@ -13,8 +13,8 @@ import pytest
 from cadenza.backends.base import RunnerSetup
 from cadenza.checkpoint import Checkpoint, open_checkpoint
 from cadenza.config import EngineConfig
-from cadenza.core.page_keys import Content, PageKeys
 from cadenza.fingerprint import Fingerprint
+from cadenza.kv.page_keys import Content, PageKeys
 from cadenza.loading.identity import Identity, Key
 from cadenza.loading.planned_engine import PlannedEngine
 from cadenza.loading.weight_cache import MIN_WEIGHT_BYTES, packed_weights_file

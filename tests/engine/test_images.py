@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from cadenza.backends.fake import FakeRunner, FakeStepHandle
+from cadenza.batch.step_schema import ModelInputs
 from cadenza.config import EngineLimits, ImageLimits, SchedulerLoop
-from cadenza.core.image_queue import ImageQueue
-from cadenza.core.step_schema import ModelInputs
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.model_drafter import DraftModel
 from cadenza.engine.page_folder import PageFolder
@@ -21,6 +20,7 @@ from cadenza.engine.stats import StepMeter
 from cadenza.errors import InvalidRequestError, RunnerError
 from cadenza.events import Finished, Preparing, Started, Token
 from cadenza.request import Attachment, Request, SamplingParams
+from cadenza.scheduler.image_queue import ImageQueue
 from cadenza.speculative_config import SpeculativeConfig
 from cadenza.structured import ConstraintSpec
 from cadenza.tenant import Tenant

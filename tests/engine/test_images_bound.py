@@ -8,16 +8,16 @@ import pytest
 
 from cadenza.backends.fake import FakeRunner, FakeStepHandle
 from cadenza.backends.fake_images import fake_image_work
-from cadenza.config import EngineLimits, ImageLimits, SchedulerLoop
-from cadenza.core.image_cost import (
+from cadenza.batch.image_cost import (
     ImageCost,
     ImageLoad,
     ImageWork,
     MeasuredQuanta,
     fit_image_cost,
 )
-from cadenza.core.step_cost import StepBound, StepCost, StepLoad
-from cadenza.core.step_schema import ModelInputs
+from cadenza.batch.step_cost import StepBound, StepCost, StepLoad
+from cadenza.batch.step_schema import ModelInputs
+from cadenza.config import EngineLimits, ImageLimits, SchedulerLoop
 from cadenza.engine.calibration import measure_image_cost
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.events import Token

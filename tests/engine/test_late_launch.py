@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from cadenza.backends.fake import FakeRunner, FakeStepHandle
+from cadenza.batch.batch import Batch
+from cadenza.batch.step_cost import StepBound, StepCost
+from cadenza.batch.step_schema import ModelInputs
 from cadenza.config import EngineLimits
-from cadenza.core.batch import Batch
-from cadenza.core.step_cost import StepBound, StepCost
-from cadenza.core.step_schema import ModelInputs
 from cadenza.engine.batch_engine import Command, Submit, run_steps
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.front import EngineFront, InProcessLink

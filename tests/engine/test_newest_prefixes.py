@@ -10,16 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cadenza.config import EngineLimits
-from cadenza.core.kv_cache_manager import KVCacheManager
-from cadenza.core.page_keys import short_keys, split_keys
-from cadenza.core.page_pool import EvictionOrder, PagePool, Reuse
-from cadenza.core.recurrent_states import snapshot_places
 from cadenza.engine.core import EngineCore
 from cadenza.events import Finished, Token
+from cadenza.kv.kv_cache_manager import KVCacheManager
+from cadenza.kv.page_keys import short_keys, split_keys
+from cadenza.kv.page_pool import EvictionOrder, PagePool, Reuse
+from cadenza.kv.recurrent_states import snapshot_places
 from cadenza.request import Request, SamplingParams
 from cadenza.tenant import Tenant
-from tests.core.builders import prompt_of
 from tests.engine.simulation import REAL_PARTS, Parts, make_engine
+from tests.scheduler.builders import prompt_of
 
 PAGE_SIZE = 16
 LIMITS = EngineLimits(

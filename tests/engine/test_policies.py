@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cadenza.batch.sequence import Sequence
 from cadenza.config import EngineLimits, SchedulingPolicy
-from cadenza.core.sequence import Sequence
-from cadenza.core.turns import FCFS, MAX_PREEMPTIONS, POLICIES, STARVATION_GUARD_S, TurnPolicy
 from cadenza.engine.core import EngineCore
 from cadenza.errors import InvalidRequestError
 from cadenza.events import Started, Token
 from cadenza.request import Request, SamplingParams
-from tests.core.builders import sequence_of, turns_of
+from cadenza.scheduler.turns import FCFS, MAX_PREEMPTIONS, POLICIES, STARVATION_GUARD_S, TurnPolicy
 from tests.engine.simulation import VOCAB_SIZE, Order, Record, make_engine, run_requests
+from tests.scheduler.builders import sequence_of, turns_of
 
 LIMITS = EngineLimits(
     max_num_seqs=2,

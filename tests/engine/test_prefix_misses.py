@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from cadenza.config import EngineLimits
-from cadenza.core.page_keys import Content, PageKeys
-from cadenza.core.prefix_cache import MAX_EVICTED_KEYS, PrefixCache
-from cadenza.core.prefix_misses import log_text
 from cadenza.engine.core import EngineCore
+from cadenza.kv.page_keys import Content, PageKeys
+from cadenza.kv.prefix_cache import MAX_EVICTED_KEYS, PrefixCache
+from cadenza.kv.prefix_misses import log_text
 from cadenza.request import Request, SamplingParams
 from tests.engine.simulation import VOCAB_SIZE, make_engine, run_requests
 

@@ -8,10 +8,10 @@ from functools import partial
 import pytest
 
 from cadenza.config import EngineLimits, SchedulerLoop, SchedulingPolicy
-from cadenza.core.turns import POLICIES
 from cadenza.engine.core import MAX_EMPTY_STEPS
 from cadenza.errors import EngineStalledError
 from cadenza.request import Request, SamplingParams
+from cadenza.scheduler.turns import POLICIES
 from cadenza.tenant import Tenant
 from tests.engine.simulation import (
     VOCAB_SIZE,

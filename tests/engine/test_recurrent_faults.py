@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 
 from cadenza.config import EngineLimits, SchedulerLoop
-from cadenza.core.kv_cache_manager import KVCacheManager
+from cadenza.kv.kv_cache_manager import KVCacheManager
 from tests.by_day import by_day
 from tests.engine.simulation import Parts, make_engine, replayable, run_requests
 from tests.engine.test_faults import LIMITS, FailsOneAllocation, requests_of

@@ -9,21 +9,21 @@ from typing import Any
 
 import pytest
 
+from cadenza.batch.sequence import Sequence
 from cadenza.config import EngineLimits, SchedulerLoop
-from cadenza.core.page_pool import PageClass
-from cadenza.core.recurrent_states import RecurrentStates, snapshot_places
-from cadenza.core.sequence import Sequence
 from cadenza.engine.core import EngineCore
 from cadenza.engine.stats import StepMeter
 from cadenza.errors import ConfigError
 from cadenza.events import Finished
+from cadenza.kv.page_pool import PageClass
+from cadenza.kv.recurrent_states import RecurrentStates, snapshot_places
 from cadenza.request import Request, SamplingParams
 from cadenza.tenant import Tenant
 from tests.by_day import by_day
-from tests.core.builders import prompt_of, sequence_of
 from tests.engine.drafting import OWN_SOURCES
 from tests.engine.recurrent import spoil_free_states
 from tests.engine.simulation import Record, make_engine, run_requests
+from tests.scheduler.builders import prompt_of, sequence_of
 
 LOOPS: tuple[SchedulerLoop, ...] = ("plain", "overlap")
 PROMPT = prompt_of(120, seed=3)

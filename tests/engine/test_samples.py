@@ -5,9 +5,9 @@ from functools import partial
 
 import pytest
 
+from cadenza.batch.draw_keys import derive_sample_seed
+from cadenza.batch.packing import Packer
 from cadenza.config import EngineLimits, SchedulerLoop
-from cadenza.core.draw_keys import derive_sample_seed
-from cadenza.core.packing import Packer
 from cadenza.engine.core import EngineCore
 from cadenza.events import Finished
 from cadenza.request import Request, SamplingParams

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from cadenza.backends.fake import FakeRunner, FakeStepHandle
-from cadenza.core.scoring_queue import ScoringQueue
-from cadenza.core.sequence import WaitReason
-from cadenza.core.step_cost import StepBound, StepCost, StepLoad
-from cadenza.core.step_schema import ModelInputs
+from cadenza.batch.sequence import WaitReason
+from cadenza.batch.step_cost import StepBound, StepCost, StepLoad
+from cadenza.batch.step_schema import ModelInputs
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.open_requests import OpenRequests
 from cadenza.engine.resumption import ResumedSample, Resumption
@@ -20,6 +19,7 @@ from cadenza.engine.timeouts import RequestTimeouts
 from cadenza.errors import InvalidRequestError
 from cadenza.events import Finished, Preparing, Started, Token
 from cadenza.request import Request
+from cadenza.scheduler.scoring_queue import ScoringQueue
 from cadenza.sparse_prefill import PromptSpan
 from cadenza.tenant import Tenant
 from tests.engine.simulation import Record, run_requests

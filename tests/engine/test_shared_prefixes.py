@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cadenza.batch.sequence import Sequence
 from cadenza.config import EngineLimits
-from cadenza.core.kv_cache_manager import KVCacheManager
-from cadenza.core.sequence import Sequence
+from cadenza.kv.kv_cache_manager import KVCacheManager
 from cadenza.request import Request, SamplingParams
 from tests.engine.simulation import (
     REAL_PARTS,

@@ -10,8 +10,8 @@ from collections import Counter
 import pytest
 from msgspec.structs import replace
 
+from cadenza.batch.sequence import SequenceStatus
 from cadenza.config import SchedulerLoop
-from cadenza.core.sequence import SequenceStatus
 from cadenza.engine.core import EngineCore
 from cadenza.events import Token
 from tests.by_day import by_day

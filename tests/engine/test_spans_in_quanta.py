@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 
 from cadenza.backends.fake import FakeRunner, FakeStepHandle
+from cadenza.batch.image_cost import ImageCost
+from cadenza.batch.sequence import Sequence
+from cadenza.batch.step_cost import StepBound, StepCost, StepLoad
+from cadenza.batch.step_schema import ModelInputs
+from cadenza.batch.whole_spans import SpanShape
 from cadenza.config import EngineLimits, ImageLimits, SchedulerLoop
-from cadenza.core.image_cost import ImageCost
-from cadenza.core.sequence import Sequence
-from cadenza.core.span_queue import SpanQueue
-from cadenza.core.step_cost import StepBound, StepCost, StepLoad
-from cadenza.core.step_schema import ModelInputs
-from cadenza.core.whole_spans import SpanShape
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.resumption import ResumedSample, Resumption
 from cadenza.errors import RunnerError
 from cadenza.events import Token
 from cadenza.request import Request, SamplingParams
+from cadenza.scheduler.span_queue import SpanQueue
 from tests.engine.seeing import image_at
 from tests.engine.simulation import SECRET, VOCAB_SIZE, Record
 from tests.engine.solo import IMAGE_TOKEN_ID

@@ -8,12 +8,12 @@ from cadenza.backends.base import BackendTraits, Runner, RunnerSetup
 from cadenza.backends.fake import FakeRunner
 from cadenza.checkpoint import Checkpoint
 from cadenza.config import EngineConfig, Ops
-from cadenza.core.scoring_queue import MAX_SCORINGS, ScoringQueue
 from cadenza.errors import ConfigError
 from cadenza.events import Started
 from cadenza.loading.build import build_core, open_planned
 from cadenza.loading.planned_engine import PlannedEngine
 from cadenza.request import Request, SamplingParams
+from cadenza.scheduler.scoring_queue import MAX_SCORINGS, ScoringQueue
 from cadenza.sparse_prefill import LOOK_AHEAD_TOKENS, SparsePrefill
 from cadenza.verification.run import VerifyOptions, verify
 from tests.engine.sparse import FakeScorer, tokens_of

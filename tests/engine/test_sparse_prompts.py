@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from cadenza.core.kv_cache_manager import KVCacheManager
 from cadenza.engine.core import EngineCore
 from cadenza.engine.resumption import ResumedSample, Resumption
 from cadenza.errors import InvalidRequestError
 from cadenza.events import Finished, Started, Token
+from cadenza.kv.kv_cache_manager import KVCacheManager
 from cadenza.request import Attachment, PoolingParams, Request, SamplingParams
 from cadenza.sparse_prefill import KeptTokens, SparsePrefill
 from tests.engine.simulation import Record, run_requests

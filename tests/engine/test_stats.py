@@ -7,9 +7,9 @@ from typing import TypeVar, overload
 import pytest
 
 from cadenza.backends.fake import FakeRunner, FakeStepHandle
+from cadenza.batch.step_cost import StepCost
+from cadenza.batch.step_schema import ModelInputs
 from cadenza.config import EngineLimits
-from cadenza.core.step_cost import StepCost
-from cadenza.core.step_schema import ModelInputs
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.stats import ENGINE_FIGURES, StepMeter
 from cadenza.events import Finished

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from cadenza.backends.fake import FakeRunner, FakeStepHandle
+from cadenza.batch.step_cost import StepBound, StepCost, StepLoad
+from cadenza.batch.step_schema import ModelInputs
 from cadenza.config import EngineLimits, SchedulerLoop
-from cadenza.core.step_cost import StepBound, StepCost, StepLoad
-from cadenza.core.step_schema import ModelInputs
 from cadenza.engine.calibration import make_step_bound, measure_step_cost
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.events import Token

@@ -9,8 +9,8 @@ import pytest
 
 from cadenza.backends.base import Runner
 from cadenza.backends.fake import FakeRunner
+from cadenza.batch.step_cost import StepCost
 from cadenza.config import EngineLimits
-from cadenza.core.step_cost import StepCost
 from cadenza.loading.step_costs import MAX_AGE_S, StepCosts
 
 LIMITS = EngineLimits(

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from cadenza.backends.fake import FakeStepHandle
-from cadenza.core.step_schema import ModelInputs
+from cadenza.batch.step_schema import ModelInputs
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.stats import StepMeter
 from cadenza.engine.step_watch import (

@@ -13,15 +13,14 @@ from pathlib import Path
 import pytest
 
 from cadenza.backends.fake import FakeRunner
-from cadenza.core.page_keys import KEY_BYTES
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.page_folder import FolderAccess, PageFolder, StoredMiss
 from cadenza.engine.page_traffic import REFRESH_EVERY_S, PageTraffic
 from cadenza.engine.process.supervision import WatchdogTimeouts
 from cadenza.engine.stored_pages import MAX_READ_WAIT_S, MAX_STALLS, StoredPages
 from cadenza.errors import RunnerError
+from cadenza.kv.page_keys import KEY_BYTES
 from cadenza.request import Request
-from tests.core.builders import manager_of, prompt_of, sequence_of
 from tests.engine.stored import (
     FINGERPRINT,
     LIMITS,
@@ -36,6 +35,7 @@ from tests.engine.stored import (
     run,
     runner_of,
 )
+from tests.scheduler.builders import manager_of, prompt_of, sequence_of
 
 FULL = 96
 """Tokens of the prompt's full pages."""

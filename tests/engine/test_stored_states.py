@@ -12,7 +12,6 @@ from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.page_folder import PageFolder
 from cadenza.errors import RunnerError
 from tests.by_day import by_day
-from tests.core.builders import prompt_of
 from tests.engine.recurrent import spoil_free_states
 from tests.engine.stored import (
     FINGERPRINT,
@@ -26,6 +25,7 @@ from tests.engine.stored import (
     run,
     runner_of,
 )
+from tests.scheduler.builders import prompt_of
 
 RECURRENT = replace(LIMITS, num_state_slots=20, state_snapshot_interval=48)
 STATE_BYTES = 8 * (1 + 3 + 256)

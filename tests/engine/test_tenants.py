@@ -13,19 +13,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cadenza.batch.batch import BatchEntry
+from cadenza.batch.sequence import Sequence
+from cadenza.batch.step_cost import StepCost
 from cadenza.config import EngineLimits, SchedulingPolicy
-from cadenza.core.batch import BatchEntry
-from cadenza.core.fair_share import MAX_COUNTERS, FairShare, ServiceCost, measured_service_cost
-from cadenza.core.scheduler import Scheduler
-from cadenza.core.sequence import Sequence
-from cadenza.core.step_cost import StepCost
-from cadenza.core.turns import POLICIES, STARVATION_GUARD_S
 from cadenza.errors import InvalidRequestError
 from cadenza.events import Started, Token
 from cadenza.request import Request, SamplingParams
+from cadenza.scheduler.fair_share import MAX_COUNTERS, FairShare, ServiceCost, measured_service_cost
+from cadenza.scheduler.scheduler import Scheduler
+from cadenza.scheduler.turns import POLICIES, STARVATION_GUARD_S
 from cadenza.tenant import Tenant
 from tests.by_day import by_day
-from tests.core.builders import sequence_of, turns_of
 from tests.engine.simulation import (
     REAL_PARTS,
     VOCAB_SIZE,
@@ -36,6 +35,7 @@ from tests.engine.simulation import (
     replayable,
     run_requests,
 )
+from tests.scheduler.builders import sequence_of, turns_of
 
 LIMITS = EngineLimits(
     max_num_seqs=4,

@@ -11,14 +11,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cadenza.batch.sequence import Sequence
 from cadenza.config import EngineLimits
-from cadenza.core.fair_share import CREDIT_STEPS, MAX_DISPLACEMENTS, FairShare, UnderShareTenants
-from cadenza.core.scheduler import Scheduler
-from cadenza.core.sequence import Sequence
 from cadenza.events import Finished, Token
 from cadenza.request import Request, SamplingParams
+from cadenza.scheduler.fair_share import (
+    CREDIT_STEPS,
+    MAX_DISPLACEMENTS,
+    FairShare,
+    UnderShareTenants,
+)
+from cadenza.scheduler.scheduler import Scheduler
 from cadenza.tenant import Tenant
-from tests.core.builders import sequence_of
 from tests.engine.simulation import (
     REAL_PARTS,
     VOCAB_SIZE,
@@ -29,6 +33,7 @@ from tests.engine.simulation import (
     run_requests,
 )
 from tests.engine.test_tenants import COST, LIMITS, Asks, Backlog, bound_of, request_of
+from tests.scheduler.builders import sequence_of
 
 MANY, FEW = Tenant(name="many"), Tenant(name="few")
 WIDE = replace(LIMITS, num_pages=64)

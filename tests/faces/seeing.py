@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from cadenza.checkpoint import Checkpoint, declare, open_checkpoint
-from cadenza.checkpoint.towers.idefics3 import NAMES
 from cadenza.errors import InvalidRequestError
 from cadenza.frontend.prepared_request import TextWorkers
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.media.image_input import ImageInput, OpenedImage
+from cadenza.models.towers.idefics3 import NAMES
 from cadenza.vision.idefics3 import Idefics3Processor
 from cadenza.vision.patches import Normalisation
 from cadenza.vision.processor import Detail, ImagePart, ImagePlan, ImageProcessor, Run

@@ -16,9 +16,9 @@ from cadenza.backends.base import (
 )
 from cadenza.backends.fake import FakeRunner, next_token
 from cadenza.checkpoint.folder import Checkpoint
-from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.config import Ops
 from cadenza.errors import DeviceUnavailableError
+from cadenza.models.model_config import ModelConfig
 
 STUBS = {"stub": "tests.faces.stub_backend:StubBackend"}
 

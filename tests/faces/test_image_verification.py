@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from cadenza.backends.fake import FakeRunner
+from cadenza.batch.packing import Packer
 from cadenza.config import EngineLimits, ImageLimits
-from cadenza.core.packing import Packer
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.loop import StepRunner
 from cadenza.errors import ConfigError, InvalidRequestError

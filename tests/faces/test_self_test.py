@@ -10,9 +10,9 @@ import pytest
 
 from cadenza.backends.fake import FakeRunner
 from cadenza.backends.xla.mutants import faults_of
+from cadenza.batch.packing import Packer
 from cadenza.checkpoint import named_shape
 from cadenza.config import EngineConfig, EngineLimits
-from cadenza.core.packing import Packer
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.loop import StepRunner
 from cadenza.verification.forms import MASK_FAULTS

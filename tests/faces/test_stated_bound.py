@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from cadenza import LLM
-from cadenza.core.step_cost import StepBound, StepCost
+from cadenza.batch.step_cost import StepBound, StepCost
 from cadenza.loading import build
 
 COST = StepCost(fixed_ms=10.0, token_ms=1.0, logit_ms=0.0, key_ms=0.01)

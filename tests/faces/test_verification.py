@@ -10,8 +10,8 @@ import pytest
 
 from cadenza.backends.base import Exactness
 from cadenza.backends.fake import FakeRunner, FakeStepHandle
+from cadenza.batch.step_schema import ModelInputs
 from cadenza.config import EngineConfig, EngineLimits, Quantization
-from cadenza.core.step_schema import ModelInputs
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.errors import ConfigError
 from cadenza.verification.modes import Counts, Stream, batched_modes

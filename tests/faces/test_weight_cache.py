@@ -12,12 +12,12 @@ from cadenza import LLM, SamplingParams
 from cadenza.backends import find_backend
 from cadenza.backends.base import RunnerSetup
 from cadenza.checkpoint import open_checkpoint
-from cadenza.checkpoint.layer_kind import LayerKind
 from cadenza.config import EngineConfig
 from cadenza.errors import ConfigError
 from cadenza.loading.build import open_planned
 from cadenza.loading.identity import identify
 from cadenza.loading.weight_cache import MIN_WEIGHT_BYTES, packed_weights_file
+from cadenza.models.layer_kind import LayerKind
 from tests.checkpoint.config_writer import write_random_checkpoint
 
 ENOUGH = MIN_WEIGHT_BYTES

@@ -59,7 +59,7 @@ def time_attention(library: Any, rows: int, length: int, *, trials: int) -> floa
         HeadInputs,
         StepArrays,
     )
-    from cadenza.core.step_schema import StepLayout
+    from cadenza.batch.step_schema import StepLayout
     from tests.gpu.eight_billion import shape_of_8b
 
     page_size = 64

@@ -5,7 +5,7 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-from cadenza.core.step_schema import ModelInputs
+from cadenza.batch.step_schema import ModelInputs
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.process.child import OnPhase, Serving, run_child
 from cadenza.engine.process.messages import Start

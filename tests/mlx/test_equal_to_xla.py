@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cadenza.core.step_schema import NO_HIDDEN, LogitInputs
+from cadenza.batch.step_schema import NO_HIDDEN, LogitInputs
 from cadenza.request import Request, SamplingParams
 from tests.contract.steps import logit_rows
 from tests.mlx.test_kinds import streams

@@ -27,15 +27,15 @@ from cadenza.backends.xla.ops.native_library import (
 from cadenza.backends.xla.ops.native_program import NativeProgram
 from cadenza.backends.xla.ops.packed_memory import PackedMemory
 from cadenza.backends.xla.ops.quantised import REMAINDER_SPAN, orders_of
-from cadenza.checkpoint.block_weight import BlockWeight
 from cadenza.checkpoint.gguf.blocks import ENCODINGS
-from cadenza.checkpoint.quantised_weight import (
+from cadenza.weights.block_weight import BlockWeight
+from cadenza.weights.quantised_weight import (
     FloatsOrCodes,
     QuantisedWeight,
     quantise_int4,
     quantise_int8,
 )
-from cadenza.checkpoint.weight_format import (
+from cadenza.weights.weight_format import (
     GROUP,
     INT4,
     INT8,

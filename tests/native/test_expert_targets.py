@@ -17,7 +17,7 @@ from cadenza.backends.xla.ops.experts import (
 from cadenza.backends.xla.ops.native_library import packed_shape
 from cadenza.backends.xla.ops.packed_memory import PackedMemory
 from cadenza.backends.xla.ops.table import ExpertChoice, Linear
-from cadenza.checkpoint.weight_format import FLOAT_FORMATS
+from cadenza.weights.weight_format import FLOAT_FORMATS
 
 pytestmark = pytest.mark.native
 

@@ -16,9 +16,9 @@ import pytest
 
 from cadenza.backends.xla.ops.native_library import NativeLibrary
 from cadenza.checkpoint import named_shape
-from cadenza.checkpoint.layer_kind import ConvShape, DeltaShape, ScanShape
-from cadenza.checkpoint.towers.registry import READERS
 from cadenza.fingerprint import ARITHMETIC_REVISION
+from cadenza.models.layer_kind import ConvShape, DeltaShape, ScanShape
+from cadenza.models.towers.registry import READERS
 from tools.golden_bits import (
     cases_of_class,
     compare,

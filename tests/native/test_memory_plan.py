@@ -22,7 +22,6 @@ from msgspec import structs
 from cadenza import EngineConfig, SamplingParams
 from cadenza.backends.xla.ops.native import NativeOps
 from cadenza.backends.xla.ops.table import DecoderSpec
-from cadenza.checkpoint.dtypes import WeightDType
 from cadenza.checkpoint.random_checkpoint import named_shape
 from cadenza.config import KVCacheDType
 from cadenza.engine.process.messages import Start
@@ -33,6 +32,7 @@ from cadenza.loading.engine_plan import EnginePlan
 from cadenza.loading.engine_program import open_start
 from cadenza.loading.memory import HostMemory, private_memory_bytes
 from cadenza.request import Request
+from cadenza.weights.dtypes import WeightDType
 from tests.checkpoint.config_writer import write_random_checkpoint
 from tests.engine.process.conftest import Front
 from tests.process_cost import needs_proc

@@ -19,7 +19,7 @@ from cadenza.backends.step_result import (
     NUM_TOP,
 )
 from cadenza.backends.xla.ops.jax_arrays import CHOICE
-from cadenza.core.step_schema import LogitInputs, specs_of
+from cadenza.batch.step_schema import LogitInputs, specs_of
 from tests.contract.steps import logit_rows
 
 pytestmark = pytest.mark.native

@@ -19,8 +19,9 @@ from cadenza.backends.xla.ops.native_library import (
 )
 from cadenza.backends.xla.ops.packed_memory import PackedMemory
 from cadenza.backends.xla.ops.quantised import REMAINDER_SPAN
-from cadenza.checkpoint.quantised_weight import QuantisedWeight, quantise_int4, quantise_int8
-from cadenza.checkpoint.weight_format import (
+from cadenza.errors import ConfigError
+from cadenza.weights.quantised_weight import QuantisedWeight, quantise_int4, quantise_int8
+from cadenza.weights.weight_format import (
     GROUP,
     INT4,
     INT8,
@@ -29,7 +30,6 @@ from cadenza.checkpoint.weight_format import (
     joined,
     panel_formats,
 )
-from cadenza.errors import ConfigError
 from tests.native.each_isa import run_on_each
 from tests.native.quantised_definition import (
     FORMATS,

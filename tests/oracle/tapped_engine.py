@@ -23,12 +23,12 @@ from cadenza.backends.xla.ops.native import NativeOps
 from cadenza.backends.xla.ops.reference import OpTable
 from cadenza.backends.xla.ops.table import DecoderSpec, Linear, StepArrays
 from cadenza.backends.xla.runner import XlaRunner
+from cadenza.batch.packing import rope_positions
+from cadenza.batch.step_schema import ImageCall, ModelInputs
+from cadenza.batch.whole_spans import WholeSpan, fitting_count, whole_spans_of
 from cadenza.checkpoint import ModelConfig, open_checkpoint
-from cadenza.checkpoint.declaration import EMBEDDING, HEAD
 from cadenza.config import EngineLimits
-from cadenza.core.packing import rope_positions
-from cadenza.core.step_schema import ImageCall, ModelInputs
-from cadenza.core.whole_spans import WholeSpan, fitting_count, whole_spans_of
+from cadenza.models.declaration import EMBEDDING, HEAD
 from cadenza.request import Attachment
 from tests.contract.steps import Chunk, Geometry, Stream, build_inputs
 

@@ -16,8 +16,8 @@ from safetensors import safe_open
 
 from cadenza.checkpoint import open_checkpoint
 from cadenza.checkpoint.quantised_folder import write_quantised_folder
-from cadenza.checkpoint.quantised_weight import QuantisedWeight
 from cadenza.config import Quantization
+from cadenza.weights.quantised_weight import QuantisedWeight
 from tests.xla.divergence import BUNDLED, held_out_texts, logprobs_of, mean_kl
 
 pytestmark = [

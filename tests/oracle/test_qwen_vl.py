@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from cadenza.batch.packing import rope_positions
 from cadenza.checkpoint import open_checkpoint
-from cadenza.checkpoint.towers.reader import VisionOptions
-from cadenza.core.packing import rope_positions
+from cadenza.models.towers.reader import VisionOptions
 from cadenza.request import Attachment
 from cadenza.vision.processor import ImageProcessor, image_digest
 from tests.oracle import qwen_models

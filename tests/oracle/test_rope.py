@@ -12,8 +12,8 @@ import pytest
 
 from cadenza.backends.xla.reference_rope import reference_rope
 from cadenza.checkpoint import parse_model_config
-from cadenza.checkpoint.rope_config import RopeConfig
-from cadenza.checkpoint.rope_factors import rope_factors
+from cadenza.models.rope_config import RopeConfig
+from cadenza.models.rope_factors import rope_factors
 
 pytestmark = pytest.mark.oracle
 

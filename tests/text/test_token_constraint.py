@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher
 
 from cadenza.checkpoint import open_checkpoint
-from cadenza.core.drafts import Lookahead
+from cadenza.drafting.drafts import Lookahead
 from cadenza.structured import CallRule, ConstraintSpec, StructuredOutput, ThinkingBound
 from cadenza.text.constraints.compile_threads import CompileThreads
 from cadenza.text.constraints.thinking_constraint import ThinkingConstraint

@@ -13,7 +13,7 @@ import gguf
 import numpy as np
 
 from cadenza.checkpoint import open_checkpoint
-from cadenza.checkpoint.config_json import parse_model_config
+from cadenza.models.config_json import parse_model_config
 from tests.checkpoint.config_writer import write_random_checkpoint
 
 TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}

@@ -29,5 +29,5 @@ def test_every_committed_patch_applies_to_the_tree():
 
 def test_there_are_mutants_of_every_part():
     parts = {edit.path.split("/")[2] for mutant in COMMITTED for edit in mutant.edits}
-    assert {"core", "backends", "engine", "text"} <= parts
+    assert {"scheduler", "kv", "backends", "engine", "text"} <= parts
     assert len(COMMITTED) >= 30

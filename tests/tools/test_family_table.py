@@ -1,7 +1,7 @@
 """README's table of families has all of them, and is what the script writes."""
 
-from cadenza.checkpoint.families import FAMILIES
 from cadenza.checkpoint.gguf.config import architectures
+from cadenza.models.families import FAMILIES
 from tools import family_table
 
 

@@ -22,20 +22,24 @@ PACKAGES = (
     "backends.iree",
     "backends.mlx",
     "backends.xla",
+    "batch",
     "bench",
     "checkpoint",
     "cli",
     "cluster",
-    "core",
+    "drafting",
     "engine",
     "frontend",
+    "kv",
     "loading",
     "media",
     "models",
+    "scheduler",
     "server",
     "text",
     "verification",
     "vision",
+    "weights",
 )
 MODULES = (
     "backends.iree.runner",
@@ -44,11 +48,11 @@ MODULES = (
     "outputs",
     "errors",
     "serve_app",
-    "core.scheduler",
+    "scheduler.scheduler",
     "engine.core",
     "backends.xla.reference_model",
-    "checkpoint.rope_config",
-    "checkpoint.rope_factors",
+    "models.rope_config",
+    "models.rope_factors",
 )
 
 LABORATORY = ("cadenza_bench", "cadenza_bench.simulate")
@@ -70,32 +74,32 @@ LAWFUL = (
     ("cadenza_bench", "cadenza.bench"),
     ("cadenza_bench.simulate", "cadenza.backends.base"),
     ("cadenza_bench", "cadenza_bench.simulate"),
-    ("cadenza_bench.simulate", "cadenza.core.scheduler"),
+    ("cadenza_bench.simulate", "cadenza.scheduler.scheduler"),
     ("cli", "cadenza.backends"),
     ("backends", "cadenza.backends.base"),
     ("server", "cadenza.frontend"),
     ("verification", "cadenza.loading"),
-    ("verification", "cadenza.core"),
+    ("verification", "cadenza.scheduler"),
     ("frontend", "cadenza.loading"),
     ("frontend", "cadenza.text"),
     ("loading", "cadenza.engine"),
     ("loading", "cadenza.checkpoint"),
-    ("engine.core", "cadenza.core"),
+    ("engine.core", "cadenza.scheduler"),
     ("backends.xla", "jax"),
     ("backends.xla", "jaxlib"),
     ("backends.xla", "cadenza.backends.base"),
-    ("backends.xla", "cadenza.checkpoint.rope_factors"),
-    ("backends.xla.reference_model", "cadenza.checkpoint.rope_config"),
+    ("backends.xla", "cadenza.models.rope_factors"),
+    ("backends.xla.reference_model", "cadenza.models.rope_config"),
     ("backends.mlx", "mlx"),
     ("backends.iree.runner", "iree"),
-    ("backends.base", "cadenza.core"),
+    ("backends.base", "cadenza.scheduler"),
     ("backends.base", "cadenza.checkpoint"),
     ("checkpoint", "ml_dtypes"),
     ("checkpoint", "cadenza.vision"),
     ("engine", "cadenza.vision"),
-    ("core", "numpy"),
-    ("core", "hashlib"),
-    ("core.scheduler", "collections"),
+    ("scheduler", "numpy"),
+    ("scheduler", "hashlib"),
+    ("scheduler.scheduler", "collections"),
     ("request", "cadenza.config"),
     ("text", "jinja2"),
     ("media", "PIL"),
@@ -117,14 +121,19 @@ UNLAWFUL = (
     ("backends.base", "cadenza.backends.fake"),
     ("checkpoint", "cadenza.backends.xla"),
     ("checkpoint", "cadenza.backends.base"),
-    ("core", "cadenza.checkpoint"),
+    ("scheduler", "cadenza.checkpoint"),
     ("vision", "cadenza.checkpoint"),
     ("text", "cadenza.engine"),
     ("media", "cadenza.checkpoint"),
-    ("config", "cadenza.core"),
+    ("config", "cadenza.scheduler"),
     # siblings
-    ("core", "cadenza.text"),
-    ("text", "cadenza.core"),
+    ("scheduler", "cadenza.text"),
+    ("kv", "cadenza.scheduler"),
+    ("batch", "cadenza.kv"),
+    ("weights", "cadenza.models"),
+    ("models", "cadenza.checkpoint"),
+    ("engine", "cadenza.models"),
+    ("text", "cadenza.scheduler"),
     ("media", "cadenza.text"),
     ("backends.fake", "cadenza.backends.xla"),
     ("backends.xla", "cadenza.backends.mlx"),
@@ -143,11 +152,11 @@ UNLAWFUL = (
     ("checkpoint", "transformers"),
     ("checkpoint", "pickle"),
     ("request", "numpy"),
-    ("core", "scipy"),
-    ("core", "time"),
-    ("core", "threading"),
-    ("core", "random"),
-    ("core.scheduler", "numpy"),
+    ("scheduler", "scipy"),
+    ("scheduler", "time"),
+    ("scheduler", "threading"),
+    ("scheduler", "random"),
+    ("scheduler.scheduler", "numpy"),
     ("text", "numpy"),
     ("media", "numpy"),
     # knowledge
@@ -155,20 +164,20 @@ UNLAWFUL = (
     ("engine", "cadenza.checkpoint"),
     ("engine", "cadenza.outputs"),
     ("engine", "numpy"),
-    ("frontend", "cadenza.core"),
+    ("frontend", "cadenza.scheduler"),
     ("frontend", "numpy"),
     ("server", "cadenza.loading"),
-    ("server", "cadenza.core"),
+    ("server", "cadenza.scheduler"),
     ("server", "numpy"),
-    ("bench", "cadenza.core"),
-    ("cadenza_bench", "cadenza.core"),
+    ("bench", "cadenza.scheduler"),
+    ("cadenza_bench", "cadenza.scheduler"),
     ("cadenza_bench", "cadenza.server"),
     ("cadenza_bench", "jax"),
     ("cadenza_bench.simulate", "cadenza.text"),
     ("cli", "cadenza_bench"),
     ("server", "cadenza_bench.simulate"),
     ("backends.xla.reference_model", "cadenza.backends.xla"),
-    ("backends.xla.reference_model", "cadenza.checkpoint.rope_factors"),
+    ("backends.xla.reference_model", "cadenza.models.rope_factors"),
 )
 
 
@@ -246,12 +255,15 @@ def test_every_unlawful_import_is_named(report: str):
 
 
 def test_a_circle_of_modules_is_refused(tmp_path: Path):
-    circle = (("core.scheduler", "cadenza.core.other"), ("core.other", "cadenza.core.scheduler"))
-    (tmp_path / "cadenza" / "core").mkdir(parents=True)
-    (tmp_path / "cadenza" / "core" / "other.py").touch()
+    circle = (
+        ("scheduler.scheduler", "cadenza.scheduler.other"),
+        ("scheduler.other", "cadenza.scheduler.scheduler"),
+    )
+    (tmp_path / "cadenza" / "scheduler").mkdir(parents=True)
+    (tmp_path / "cadenza" / "scheduler" / "other.py").touch()
     status, text = lint_tree(tmp_path, circle)
     assert status == 1
-    assert "No cycles are allowed in cadenza.core" in text
+    assert "No cycles are allowed in cadenza.scheduler" in text
 
 
 def test_a_new_package_that_no_layer_names_is_refused(tmp_path: Path):

@@ -54,11 +54,11 @@ def ruff_codes(name: str, text: str) -> set[str]:
     ],
 )
 def test_ruff_refuses_in_the_package(text: str, code: str):
-    assert code in ruff_codes("src/cadenza/core/example.py", HEADER + text)
+    assert code in ruff_codes("src/cadenza/scheduler/example.py", HEADER + text)
 
 
 def test_ruff_refuses_a_module_that_does_not_say_what_it_owns():
-    assert ruff_codes("src/cadenza/core/example.py", "X = 1\n") == {"D100"}
+    assert ruff_codes("src/cadenza/scheduler/example.py", "X = 1\n") == {"D100"}
 
 
 def test_ruff_refuses_a_package_without_its_init_file():

@@ -37,9 +37,9 @@ def test_docstrings_are_counted_also_behind_fields(tmp_path: Path):
 
 def test_a_module_of_the_middle_that_knows_too_many_features_is_a_fault(tmp_path: Path):
     features = crossings.features_of(
-        "from cadenza.core.image_queue import ImageQueue\n"
-        "from cadenza.core import drafts, recurrent_states\n"
-        "def f():\n    from cadenza.core.fair_share import Tenants\n"
+        "from cadenza.scheduler.image_queue import ImageQueue\n"
+        "from cadenza.kv import drafts, recurrent_states\n"
+        "def f():\n    from cadenza.scheduler.fair_share import Tenants\n"
     )
     assert features == ("images", "drafts", "states", "tenants")
     known = {"a": features, "b": (*features, "spans"), "c": features}

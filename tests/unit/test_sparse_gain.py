@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from cadenza.batch.step_cost import StepCost
 from cadenza.checkpoint import ModelConfig, named_shape
-from cadenza.core.step_cost import StepCost
 from cadenza.errors import ConfigError
 from cadenza.loading.sparse_gain import (
     cost_of_shape,

@@ -4,7 +4,7 @@ import sys
 import time
 from typing import Any
 
-from cadenza.core.step_schema import ModelInputs
+from cadenza.batch.step_schema import ModelInputs
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.process.child import OnPhase, Serving, run_child
 from cadenza.engine.process.messages import Start

@@ -28,17 +28,17 @@ from cadenza.backends.xla.reference_model import ReferenceModel
 from cadenza.backends.xla.runner import XlaRunner
 from cadenza.backends.xla.tables import MakeOps
 from cadenza.checkpoint import open_checkpoint
-from cadenza.checkpoint.dtypes import WeightDType
-from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.checkpoint.random_checkpoint import named_shape
-from cadenza.checkpoint.rope_config import Llama3RopeScaling, RopeConfig
-from cadenza.checkpoint.weights import Weights
 from cadenza.config import EngineLimits, KVCacheDType, SchedulerLoop
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.page_folder import PageFolder
 from cadenza.events import Finished, Token
+from cadenza.models.model_config import ModelConfig
+from cadenza.models.rope_config import Llama3RopeScaling, RopeConfig
 from cadenza.request import Request, SamplingParams
 from cadenza.verification.reference import ReferenceEngine
+from cadenza.weights.dtypes import WeightDType
+from cadenza.weights.weights import Weights
 from tests.checkpoint.config_writer import write_random_checkpoint
 
 HOSTILE = ModelConfig(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from cadenza.backends.base import Capability, Runner, StepHandle
-from cadenza.core.step_schema import ModelInputs, StepOutput
+from cadenza.batch.step_schema import ModelInputs, StepOutput
 from cadenza.errors import RunnerError
 
 Moment = Literal["launch", "result"]

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from cadenza.backends.xla.ops.table import RuleArrays, StepArrays
-from cadenza.core.draw_keys import draw_keys
-from cadenza.core.sequence import Sequence
-from cadenza.core.step_schema import NO_RULES, LogitInputs
-from cadenza.core.token_rules import RuleLayout
+from cadenza.batch.draw_keys import draw_keys
+from cadenza.batch.sequence import Sequence
+from cadenza.batch.step_schema import NO_RULES, LogitInputs
+from cadenza.batch.token_rules import RuleLayout
 from cadenza.request import Request, SamplingParams
 from cadenza.verification.reference import ruled_logits
 from tests.contract.steps import logit_rows

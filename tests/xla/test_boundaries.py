@@ -7,13 +7,13 @@ import pytest
 
 from cadenza.backends.xla.programs import PAGE_COPIES, PAGE_UPDATES
 from cadenza.backends.xla.runner import XlaRunner
-from cadenza.core.sequence import PageCopy
-from cadenza.core.step_schema import RuleUpdate
-from cadenza.core.token_rules import RuleLayout
+from cadenza.batch.sequence import PageCopy
+from cadenza.batch.step_schema import RuleUpdate
+from cadenza.batch.token_rules import RuleLayout
 from cadenza.errors import InvalidRequestError
 from cadenza.request import Request, SamplingParams
 from tests.contract.steps import Draw, Geometry, Stream, build_inputs, run_step
-from tests.core.builders import sequence_of
+from tests.scheduler.builders import sequence_of
 from tests.xla.harness import BASE, Lab, Mode, new_engine, serve, serve_alone
 
 CONTEXT = BASE.max_model_len

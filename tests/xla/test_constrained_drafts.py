@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from cadenza.backends.xla.runner import XlaLateStepHandle
+from cadenza.batch.step_schema import MaskUpdate
 from cadenza.checkpoint import open_checkpoint
 from cadenza.config import SchedulerLoop
-from cadenza.core.drafts import DraftCounts
-from cadenza.core.step_schema import MaskUpdate
+from cadenza.drafting.drafts import DraftCounts
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.events import Event, Finished, Token
 from cadenza.request import Request, SamplingParams

@@ -13,7 +13,7 @@ import pytest
 from cadenza.checkpoint import open_checkpoint
 from cadenza.checkpoint.random_checkpoint import named_shape
 from cadenza.config import EngineConfig
-from cadenza.core.drafts import DraftCounts
+from cadenza.drafting.drafts import DraftCounts
 from cadenza.engine.core import EngineCore
 from cadenza.errors import CheckpointError, ConfigError
 from cadenza.events import Finished, Token

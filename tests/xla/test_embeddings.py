@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from cadenza.backends.xla.ops.reference import OpTable
-from cadenza.checkpoint.declaration import HEAD
-from cadenza.checkpoint.weights import Weights
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.events import Finished
+from cadenza.models.declaration import HEAD
 from cadenza.request import Pooling, PoolingParams, Request, SamplingParams
+from cadenza.weights.weights import Weights
 from tests.by_day import by_day
 from tests.xla.harness import BASE, REFERENCE, Lab, Mode, Variant
 

@@ -14,7 +14,7 @@ import pytest
 
 from cadenza.backends.xla.in_flight import InFlight
 from cadenza.backends.xla.runner import XlaRunner
-from cadenza.core.step_schema import ModelInputs
+from cadenza.batch.step_schema import ModelInputs
 from cadenza.errors import RunnerError
 from tests.by_day import by_day
 from tests.xla.harness import BASE, Lab

@@ -18,10 +18,10 @@ from cadenza.backends.step_result import COLUMN_STATE, STATE_CHOSEN
 from cadenza.backends.xla.ops.reference import OpTable
 from cadenza.backends.xla.ops.table import DecoderSpec, ExpertChoice, Linear
 from cadenza.backends.xla.runner import XlaRunner
-from cadenza.checkpoint.declaration import EMBEDDING
 from cadenza.checkpoint.random_checkpoint import named_shape
-from cadenza.checkpoint.stored_tensor import AnyArray
-from cadenza.checkpoint.weights import Weights
+from cadenza.models.declaration import EMBEDDING
+from cadenza.weights.stored_tensor import AnyArray
+from cadenza.weights.weights import Weights
 from tests.by_day import by_day
 from tests.contract.steps import Chunk, Draw, Geometry, Stream, build_inputs, run_step
 from tests.xla.harness import BASE, Lab, Variant

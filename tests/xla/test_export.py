@@ -12,7 +12,7 @@ import pytest
 from cadenza.backends.xla.ops.reference import OpTable
 from cadenza.backends.xla.programs import StepProgram
 from cadenza.backends.xla.runner import XlaRunner
-from cadenza.core.step_schema import StepLayout
+from cadenza.batch.step_schema import StepLayout
 from tests.by_day import by_day
 from tests.contract.steps import Draw, Geometry, Stream, build_inputs
 from tests.xla.harness import REFERENCE, Lab, Variant

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 import pytest
 
 from cadenza.backends.base import StepHandle
+from cadenza.batch.step_schema import ModelInputs, StepOutput
 from cadenza.config import SchedulerLoop
-from cadenza.core.step_schema import ModelInputs, StepOutput
 from cadenza.request import Request
 from tests.xla.harness import (
     BASE,

@@ -21,19 +21,19 @@ from cadenza.backends.xla.ops.reference import OpTable
 from cadenza.backends.xla.reference_model import ReferenceModel
 from cadenza.backends.xla.runner import XlaRunner
 from cadenza.backends.xla.tables import MakeOps
-from cadenza.checkpoint.declaration import declare_final_norm
-from cadenza.checkpoint.families import FAMILIES
-from cadenza.checkpoint.layer_kind import LatentShape
-from cadenza.checkpoint.model_config import ModelConfig
+from cadenza.batch.step_schema import StepOutput
 from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.checkpoint.random_checkpoint import named_shape
-from cadenza.checkpoint.stored_tensor import AnyArray
-from cadenza.checkpoint.weights import Weights
 from cadenza.config import EngineLimits
-from cadenza.core.step_schema import StepOutput
 from cadenza.engine.core import EngineCore
 from cadenza.events import Token
+from cadenza.models.declaration import declare_final_norm
+from cadenza.models.families import FAMILIES
+from cadenza.models.layer_kind import LatentShape
+from cadenza.models.model_config import ModelConfig
 from cadenza.request import Request, SamplingParams
+from cadenza.weights.stored_tensor import AnyArray
+from cadenza.weights.weights import Weights
 from tests.by_day import by_day
 from tests.contract.steps import Draw, Geometry, Stream, run_step
 from tests.xla.harness import NAN, own_operations

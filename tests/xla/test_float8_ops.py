@@ -12,8 +12,8 @@ from cadenza.backends.xla.ops.native import NativeOps
 from cadenza.backends.xla.ops.reference import OpTable
 from cadenza.backends.xla.ops.table import DecoderSpec
 from cadenza.checkpoint import named_shape
-from cadenza.checkpoint.float8_weight import BLOCK, Float8Weight
-from cadenza.checkpoint.weight_format import FLOAT8
+from cadenza.weights.float8_weight import BLOCK, Float8Weight
+from cadenza.weights.weight_format import FLOAT8
 from tests.by_day import by_day
 from tests.xla.test_quantised_ops import TOKENS, assert_close, normal, step
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from cadenza.backends.xla.runner import XlaRunner
+from cadenza.batch.draw_keys import derive_sample_seed
 from cadenza.config import EngineLimits
-from cadenza.core.draw_keys import derive_sample_seed
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.page_folder import PageFolder
 from cadenza.engine.resumption import ResumedSample, Resumption

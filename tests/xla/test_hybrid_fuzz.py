@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 
 from cadenza.backends.xla.runner import XlaRunner
-from cadenza.checkpoint.layer_kind import (
+from cadenza.config import EngineLimits
+from cadenza.engine.page_folder import PageFolder
+from cadenza.models.layer_kind import (
     ConvShape,
     DeltaShape,
     HeadShape,
@@ -20,12 +22,10 @@ from cadenza.checkpoint.layer_kind import (
     Recurrence,
     ScanShape,
 )
-from cadenza.checkpoint.model_config import ExpertsConfig, ModelConfig
-from cadenza.checkpoint.rope_config import RopeConfig
-from cadenza.checkpoint.weights import open_weights
-from cadenza.config import EngineLimits
-from cadenza.engine.page_folder import PageFolder
+from cadenza.models.model_config import ExpertsConfig, ModelConfig
+from cadenza.models.rope_config import RopeConfig
 from cadenza.request import Request
+from cadenza.weights.weights import open_weights
 from tests.by_day import by_day
 from tests.checkpoint.config_writer import write_random_checkpoint
 from tests.xla.harness import Mode, Served, Stream, Variant, random_requests, serve

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from cadenza.backends.xla.runner import XlaRunner
+from cadenza.batch.step_schema import StepOutput
 from cadenza.checkpoint import named_shape, open_checkpoint
 from cadenza.config import EngineConfig, SpeculativeConfig
-from cadenza.core.step_schema import StepOutput
 from cadenza.errors import ConfigError, RunnerError
 from cadenza.loading.build import plan_model
 from tests.by_day import by_day

@@ -20,10 +20,10 @@ from cadenza.backends.xla.reference_tower import ReferenceTower
 from cadenza.backends.xla.runner import XlaRunner
 from cadenza.backends.xla.tables import MakeOps
 from cadenza.backends.xla.vision.tower_state import tower_state
+from cadenza.batch.step_schema import ImageCall, ModelInputs
 from cadenza.checkpoint import Checkpoint, open_checkpoint
 from cadenza.checkpoint.random_checkpoint import named_shape
 from cadenza.config import EngineLimits
-from cadenza.core.step_schema import ImageCall, ModelInputs
 from cadenza.errors import RunnerError
 from cadenza.request import Attachment
 from cadenza.vision.processor import ImagePart

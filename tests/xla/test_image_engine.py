@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 
 from cadenza.backends.xla.reference_images import positions_of
+from cadenza.batch.packing import rope_positions
 from cadenza.checkpoint import open_checkpoint
 from cadenza.checkpoint.random_checkpoint import named_shape
 from cadenza.config import EngineConfig
-from cadenza.core.image_queue import ImageQueue
-from cadenza.core.packing import rope_positions
 from cadenza.engine.core import EngineCore
 from cadenza.errors import InvalidRequestError
 from cadenza.events import Token
 from cadenza.loading.build import build_core, open_planned
 from cadenza.request import Attachment, Request, SamplingParams
+from cadenza.scheduler.image_queue import ImageQueue
 from cadenza.verification.reference import build_reference
 from cadenza.vision.processor import ImagePart, image_digest
 from tests.checkpoint.config_writer import write_random_checkpoint

@@ -10,10 +10,10 @@ import pytest
 from cadenza.backends.base import RunnerSetup
 from cadenza.backends.xla.ops.native import NativeOps
 from cadenza.backends.xla.runner import XlaRunner
+from cadenza.batch.step_cost import StepBound
 from cadenza.checkpoint import Checkpoint, open_checkpoint
 from cadenza.checkpoint.random_checkpoint import named_shape
 from cadenza.config import EngineLimits, ImageLimits
-from cadenza.core.step_cost import StepBound
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.events import Token
 from cadenza.request import Attachment, Request, SamplingParams

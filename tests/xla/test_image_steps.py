@@ -11,12 +11,12 @@ import pytest
 
 from cadenza.backends.xla.ops.reference import OpTable
 from cadenza.backends.xla.runner import XlaRunner
-from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.checkpoint.random_checkpoint import named_shape
-from cadenza.checkpoint.tensor_spec import tensors_of
-from cadenza.checkpoint.tower_spec import declare_tower
-from cadenza.checkpoint.weights import Weights, open_weights
+from cadenza.models.model_config import ModelConfig
+from cadenza.models.tower_spec import declare_tower
 from cadenza.vision.tower_config import ProjectorConfig, ProjectorLinear
+from cadenza.weights.tensor_spec import tensors_of
+from cadenza.weights.weights import Weights, open_weights
 from tests.checkpoint.config_writer import write_random_checkpoint
 from tests.contract.steps import Draw, Stream, build_inputs
 from tests.xla.harness import BASE, Lab

@@ -20,10 +20,10 @@ from cadenza.backends.xla.ops.reference import OpTable
 from cadenza.backends.xla.ops.table import DecoderSpec
 from cadenza.backends.xla.programs import StepProgram
 from cadenza.backends.xla.runner import XlaLateStepHandle, XlaRunner
-from cadenza.checkpoint.dtypes import WeightDType
+from cadenza.batch.sequence import PageCopy
+from cadenza.batch.step_schema import NUM_EXTRA_LOGIT_ROWS, StepLayout
 from cadenza.config import PAGE_SIZE_UNIT, KVCacheDType
-from cadenza.core.sequence import PageCopy
-from cadenza.core.step_schema import NUM_EXTRA_LOGIT_ROWS, StepLayout
+from cadenza.weights.dtypes import WeightDType
 from tests.contract.steps import Geometry, Stream, build_inputs, run_step
 from tests.xla.harness import (
     BASE,

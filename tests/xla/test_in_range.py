@@ -18,7 +18,7 @@ from cadenza.backends.xla.ops.in_range import set_row, set_rows
 from cadenza.backends.xla.ops.reference import OpTable
 from cadenza.backends.xla.programs import DeviceState, StepProgram, state_function
 from cadenza.backends.xla.runner import XlaRunner
-from cadenza.core.step_schema import ModelInputs, StepLayout
+from cadenza.batch.step_schema import ModelInputs, StepLayout
 from tests.by_day import by_day
 from tests.contract.checks import SAMPLED, Bench, record_of, soil
 from tests.contract.steps import Geometry, Stream, build_inputs

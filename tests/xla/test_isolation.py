@@ -14,12 +14,12 @@ import pytest
 from cadenza.backends.base import StepHandle
 from cadenza.backends.xla.mutants import MultipliedPadding
 from cadenza.backends.xla.runner import XlaRunner
-from cadenza.checkpoint.declaration import EMBEDDING
-from cadenza.checkpoint.stored_tensor import AnyArray
-from cadenza.checkpoint.weights import Weights
+from cadenza.batch.step_schema import ModelInputs
 from cadenza.config import SchedulerLoop
-from cadenza.core.step_schema import ModelInputs
+from cadenza.models.declaration import EMBEDDING
 from cadenza.request import Request, SamplingParams
+from cadenza.weights.stored_tensor import AnyArray
+from cadenza.weights.weights import Weights
 from tests.contract.steps import Geometry, Stream, run_step
 from tests.xla.harness import (
     BASE,

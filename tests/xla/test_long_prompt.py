@@ -10,13 +10,13 @@ from cadenza.backends.base import RunnerSetup
 from cadenza.backends.xla.ops.reference import OpTable
 from cadenza.backends.xla.reference_model import ReferenceModel
 from cadenza.backends.xla.runner import XlaRunner
-from cadenza.checkpoint.rope_config import RopeConfig
-from cadenza.checkpoint.weights import open_weights
 from cadenza.config import EngineLimits
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.events import Token
+from cadenza.models.rope_config import RopeConfig
 from cadenza.request import Request, SamplingParams
 from cadenza.verification.reference import ReferenceEngine
+from cadenza.weights.weights import open_weights
 from tests.by_day import by_day
 from tests.checkpoint.config_writer import write_random_checkpoint
 from tests.xla.harness import HOSTILE, NAN, replay

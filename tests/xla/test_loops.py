@@ -2,8 +2,8 @@
 
 import pytest
 
+from cadenza.batch.step_schema import LAST_SAMPLED
 from cadenza.config import SchedulerLoop
-from cadenza.core.step_schema import LAST_SAMPLED
 from cadenza.request import Request
 from tests.xla.harness import BASE, Lab, Mode, random_requests, replay, serve, shout
 from tests.xla.recording import RecordingRunner

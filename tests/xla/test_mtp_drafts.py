@@ -17,11 +17,11 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from cadenza.checkpoint import open_bundled_draft, open_checkpoint
-from cadenza.checkpoint.mtp_layout import DEEPSEEK_MTP, QWEN_MTP
 from cadenza.checkpoint.random_checkpoint import named_shape
 from cadenza.config import EngineConfig
 from cadenza.errors import CheckpointError, ConfigError
 from cadenza.loading.build import plan_model
+from cadenza.models.mtp_layout import DEEPSEEK_MTP, QWEN_MTP
 from cadenza.request import Request, SamplingParams
 from cadenza.speculative_config import SpeculativeConfig, parse_speculative_config
 from tests.checkpoint.config_writer import write_random_checkpoint

@@ -21,11 +21,11 @@ from cadenza.backends.xla.ops.native import NativeOps
 from cadenza.backends.xla.ops.reference import OpTable
 from cadenza.backends.xla.runner import XlaRunner
 from cadenza.backends.xla.tables import MakeOps
+from cadenza.batch.sequence import PageCopy
+from cadenza.batch.step_schema import StepOutput
 from cadenza.checkpoint import open_checkpoint
 from cadenza.checkpoint.mtp_head import mtp_head_of
 from cadenza.config import EngineLimits
-from cadenza.core.sequence import PageCopy
-from cadenza.core.step_schema import StepOutput
 from tests.by_day import by_day
 from tests.contract.steps import Draw, Geometry, Stream, build_inputs, run_step
 from tests.oracle.numpy_decoder import NumpyDecoder

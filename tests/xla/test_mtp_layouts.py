@@ -23,8 +23,8 @@ from cadenza.backends.xla.runner import XlaRunner
 from cadenza.backends.xla.tables import MakeOps
 from cadenza.checkpoint import Checkpoint, ModelConfig, named_shape, open_checkpoint, open_weights
 from cadenza.checkpoint.mtp_head import mtp_head_of
-from cadenza.checkpoint.mtp_layout import DEEPSEEK_MTP, QWEN_MTP, MTPLayout
-from cadenza.checkpoint.rope_config import RopeConfig
+from cadenza.models.mtp_layout import DEEPSEEK_MTP, QWEN_MTP, MTPLayout
+from cadenza.models.rope_config import RopeConfig
 from tests.checkpoint.config_writer import write_random_checkpoint
 from tests.contract.steps import Geometry, run_step
 from tests.oracle.numpy_mtp import (

@@ -39,12 +39,12 @@ from cadenza.backends.xla.ops.table import (
     StepArrays,
 )
 from cadenza.backends.xla.wire import unpack
-from cadenza.checkpoint.layer_kind import LayerKind
-from cadenza.checkpoint.model_config import ExpertsConfig, ModelConfig
-from cadenza.checkpoint.rope_config import RopeConfig
-from cadenza.checkpoint.rope_factors import rope_factors
+from cadenza.batch.step_schema import LogitInputs, ModelInputs, StepLayout
 from cadenza.config import KVCacheDType
-from cadenza.core.step_schema import LogitInputs, ModelInputs, StepLayout
+from cadenza.models.layer_kind import LayerKind
+from cadenza.models.model_config import ExpertsConfig, ModelConfig
+from cadenza.models.rope_config import RopeConfig
+from cadenza.models.rope_factors import rope_factors
 from cadenza.request import SamplingParams
 from cadenza.verification.reference import choose_token, gumbel_noise, kept_tokens
 from tests.by_day import by_day

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from cadenza.backends.xla.backend import CompileCount
-from cadenza.core.step_schema import ModelInputs
+from cadenza.batch.step_schema import ModelInputs
 from cadenza.errors import RunnerError
 from tests.xla.harness import BASE, Lab, Mode, random_requests, replay, serve
 

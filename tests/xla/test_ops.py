@@ -29,9 +29,7 @@ from cadenza.backends.xla.ops.table import (
     StepArrays,
 )
 from cadenza.backends.xla.wire import unpack
-from cadenza.checkpoint.rope_factors import rope_factors
-from cadenza.checkpoint.weight_format import FLOAT_FORMATS
-from cadenza.core.step_schema import (
+from cadenza.batch.step_schema import (
     LAST_SAMPLED,
     NUM_EXTRA_LOGIT_ROWS,
     LogitInputs,
@@ -41,6 +39,8 @@ from cadenza.core.step_schema import (
     TokenInputs,
     specs_of,
 )
+from cadenza.models.rope_factors import rope_factors
+from cadenza.weights.weight_format import FLOAT_FORMATS
 from tests.by_day import by_day
 from tests.contract.steps import Chunk, Draw, Geometry, Stream, build_inputs
 from tests.xla.harness import HOSTILE, NAN, slots_of

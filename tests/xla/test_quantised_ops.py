@@ -16,11 +16,11 @@ from cadenza.backends.xla.ops.native import NativeOps
 from cadenza.backends.xla.ops.reference import OpTable
 from cadenza.backends.xla.ops.table import DecoderSpec, ExpertChoice, StepArrays
 from cadenza.backends.xla.wire import unpack
+from cadenza.batch.step_schema import ModelInputs, StepLayout
 from cadenza.checkpoint import ModelConfig, named_shape, open_checkpoint
-from cadenza.checkpoint.quantised_weight import QuantisedWeight
-from cadenza.checkpoint.weight_format import INT4, INT8, WeightFormat, code_format
-from cadenza.core.step_schema import ModelInputs, StepLayout
 from cadenza.errors import CheckpointError
+from cadenza.weights.quantised_weight import QuantisedWeight
+from cadenza.weights.weight_format import INT4, INT8, WeightFormat, code_format
 from tests.by_day import by_day
 from tests.checkpoint.quantised_folders import write_quantised
 from tests.checkpoint.quantised_writers import ALIGNED, ORDERED, gptq_in_many_orders

@@ -15,10 +15,10 @@ from cadenza.backends.xla.ops.native_library import has_native_library
 from cadenza.backends.xla.ops.reference import OpTable
 from cadenza.backends.xla.reference_tower import ReferenceTower
 from cadenza.backends.xla.runner import XlaRunner
+from cadenza.batch.step_schema import ImageCall, ModelInputs
 from cadenza.checkpoint import Checkpoint, open_checkpoint
 from cadenza.checkpoint.random_checkpoint import named_shape
 from cadenza.config import EngineLimits
-from cadenza.core.step_schema import ImageCall, ModelInputs
 from cadenza.request import Attachment
 from cadenza.vision.processor import ImagePart
 from tests.checkpoint.config_writer import write_random_checkpoint

@@ -23,8 +23,8 @@ from cadenza.backends.xla.ops.table import (
     StepArrays,
     StepStates,
 )
-from cadenza.checkpoint.layer_kind import ConvShape, DeltaShape, Recurrence, ScanShape
-from cadenza.core.step_schema import ModelInputs
+from cadenza.batch.step_schema import ModelInputs
+from cadenza.models.layer_kind import ConvShape, DeltaShape, Recurrence, ScanShape
 from tests.xla.harness import HOSTILE
 
 pytestmark = pytest.mark.native

@@ -13,7 +13,7 @@ import pytest
 
 from cadenza.backends.xla.reference_model import ReferenceModel
 from cadenza.backends.xla.reference_rope import reference_rope
-from cadenza.checkpoint.rope_config import (
+from cadenza.models.rope_config import (
     LinearRopeScaling,
     Llama3RopeScaling,
     LongRopeScaling,
@@ -21,7 +21,7 @@ from cadenza.checkpoint.rope_config import (
     RopeScaling,
     YarnRopeScaling,
 )
-from cadenza.checkpoint.rope_factors import ROPE_BLOCK_LEN, rope_factors
+from cadenza.models.rope_factors import ROPE_BLOCK_LEN, rope_factors
 from cadenza.request import Request, SamplingParams
 from cadenza.verification.reference import ReferenceEngine
 from tests.xla.harness import BASE, HOSTILE, Lab, Mode, serve

@@ -21,8 +21,8 @@ from cadenza.backends.step_result import (
     NUM_TOP,
 )
 from cadenza.backends.xla.ops.jax_arrays import CHOICE as device
-from cadenza.core.draw_keys import draw_keys
-from cadenza.core.step_schema import LogitInputs
+from cadenza.batch.draw_keys import draw_keys
+from cadenza.batch.step_schema import LogitInputs
 from cadenza.request import SamplingParams
 from cadenza.verification.reference import choose_token, gumbel_noise, kept_tokens
 from tests.contract.steps import logit_rows

@@ -13,7 +13,7 @@ import pytest
 from scipy import stats
 
 from cadenza.backends.xla.ops.jax_arrays import CHOICE as device
-from cadenza.core.draw_keys import draw_keys
+from cadenza.batch.draw_keys import draw_keys
 from cadenza.request import SamplingParams
 from cadenza.verification.reference import kept_tokens
 from tests.xla.test_sampling import arrays_of

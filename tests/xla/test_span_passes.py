@@ -20,18 +20,18 @@ from cadenza.backends.xla.ops.native import NativeOps
 from cadenza.backends.xla.ops.reference import OpTable
 from cadenza.backends.xla.runner import XlaRunner
 from cadenza.backends.xla.tables import MakeOps
+from cadenza.batch.step_cost import StepBound, StepCost
+from cadenza.batch.whole_spans import SpanShape
 from cadenza.checkpoint import open_checkpoint
-from cadenza.checkpoint.dtypes import WeightDType
-from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.checkpoint.random_checkpoint import named_shape
-from cadenza.checkpoint.weights import Weights
 from cadenza.config import EngineLimits, ImageLimits, KVCacheDType
-from cadenza.core.span_queue import SpanQueue
-from cadenza.core.step_cost import StepBound, StepCost
-from cadenza.core.whole_spans import SpanShape
 from cadenza.engine.core import CoreOptions, EngineCore
+from cadenza.models.model_config import ModelConfig
 from cadenza.request import Request
+from cadenza.scheduler.span_queue import SpanQueue
 from cadenza.vision.gemma_images import Gemma3Images, Gemma4Images
+from cadenza.weights.dtypes import WeightDType
+from cadenza.weights.weights import Weights
 from tests.checkpoint.config_writer import write_random_checkpoint
 from tests.xla.test_image_spans import Stream, request_of, run
 

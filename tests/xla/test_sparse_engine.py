@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from cadenza.backends.xla.runner import XlaRunner
-from cadenza.checkpoint.layer_kind import LayerKind
 from cadenza.config import SchedulerLoop
-from cadenza.core.scoring_queue import ScoringQueue
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.scoring_steps import PromptScorerModel
 from cadenza.events import Finished, Token
+from cadenza.models.layer_kind import LayerKind
 from cadenza.request import Request, SamplingParams
+from cadenza.scheduler.scoring_queue import ScoringQueue
 from cadenza.sparse_prefill import SparsePrefill
 from tests.engine.sparse import random_kept, scorer_limits
 from tests.xla.harness import BASE, REFERENCE, Lab, Stream, Variant

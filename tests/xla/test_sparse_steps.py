@@ -11,7 +11,7 @@ import pytest
 
 from cadenza.backends.xla.ops.reference import OpTable
 from cadenza.backends.xla.runner import XlaRunner
-from cadenza.checkpoint.layer_kind import LayerKind
+from cadenza.models.layer_kind import LayerKind
 from cadenza.sparse_prefill import KeptTokens
 from tests.contract.steps import Draw, Geometry, Stream, build_inputs
 from tests.xla.harness import BASE, REFERENCE, Lab, Variant, slots_of, slots_of_pool

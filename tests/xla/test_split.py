@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.checkpoint.random_checkpoint import named_shape
+from cadenza.models.model_config import ModelConfig
 from tests.by_day import by_day
 from tests.checkpoint.config_writer import write_random_checkpoint
 from tests.xla.harness import HOSTILE

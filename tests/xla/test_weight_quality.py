@@ -15,9 +15,9 @@ import numpy.typing as npt
 import pytest
 
 from cadenza.backends.xla.ops.table import Linear
-from cadenza.checkpoint.quantised_weight import HostWeight, QuantisedWeight, quantise_int4
-from cadenza.checkpoint.weight_format import WeightFormat
 from cadenza.config import Quantization
+from cadenza.weights.quantised_weight import HostWeight, QuantisedWeight, quantise_int4
+from cadenza.weights.weight_format import WeightFormat
 from tests.xla.divergence import BUNDLED, LogitOps, Logprobs, held_out_texts, logprobs_of, mean_kl
 
 pytestmark = pytest.mark.native

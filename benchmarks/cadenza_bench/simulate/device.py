@@ -11,15 +11,15 @@ import numpy as np
 
 from cadenza import EngineConfig, EngineCore
 from cadenza.backends.base import Capability, StepHandle
+from cadenza.batch.batch import Batch
+from cadenza.batch.step_cost import StepBound, StepCost, StepLoad, derive_bound_ms
+from cadenza.batch.step_schema import ModelInputs, StepOutput
 from cadenza.config import DEFAULT_MAX_NUM_SEQS, MAX_MAX_ITL_MS, EngineLimits, SchedulingPolicy
-from cadenza.core.batch import Batch
-from cadenza.core.step_cost import StepBound, StepCost, StepLoad, derive_bound_ms
-from cadenza.core.step_schema import ModelInputs, StepOutput
-from cadenza.core.turns import POLICIES
 from cadenza.engine.core import CoreOptions
 from cadenza.engine.loop import LaunchedStep, Steps
 from cadenza.errors import RunnerError
 from cadenza.frontend.loaded_model import load_model
+from cadenza.scheduler.turns import POLICIES
 from cadenza_bench.simulate.group import SimulatedClock
 from cadenza_bench.simulate.traffic import VOCAB_SIZE
 

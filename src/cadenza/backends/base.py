@@ -11,16 +11,16 @@ from typing import Literal, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from cadenza.checkpoint.dtypes import WeightDType
+from cadenza.batch.image_cost import ImageWork
+from cadenza.batch.step_schema import MaskUpdate, ModelInputs, StepOutput
+from cadenza.batch.whole_spans import SpanShape
 from cadenza.checkpoint.folder import Checkpoint
-from cadenza.checkpoint.model_config import ModelConfig
-from cadenza.checkpoint.weights import Weights
 from cadenza.config import Arithmetic, EngineLimits, KVCacheDType, Ops, Quantization
-from cadenza.core.image_cost import ImageWork
-from cadenza.core.step_schema import MaskUpdate, ModelInputs, StepOutput
-from cadenza.core.whole_spans import SpanShape
 from cadenza.kernel_proof import KernelProof
+from cadenza.models.model_config import ModelConfig
 from cadenza.request import Attachment
+from cadenza.weights.dtypes import WeightDType
+from cadenza.weights.weights import Weights
 
 ProductDType = WeightDType | Literal["int8"]
 Exactness = Literal["bitwise", "token"]

@@ -14,8 +14,8 @@ import numpy.typing as npt
 from cadenza.backends.base import Capability
 from cadenza.backends.fake_images import FakeImages, FakeSpans, fake_image_work, fake_span_shape
 from cadenza.backends.fake_states import FakeStates, state_of
-from cadenza.core.image_cost import ImageWork
-from cadenza.core.step_schema import (
+from cadenza.batch.image_cost import ImageWork
+from cadenza.batch.step_schema import (
     LAST_SAMPLED,
     NO_HIDDEN,
     NO_IMAGE,
@@ -31,8 +31,8 @@ from cadenza.core.step_schema import (
     StepOutput,
     TokenInputs,
 )
-from cadenza.core.token_rules import HAS_MASK, MASK, RuleLayout
-from cadenza.core.whole_spans import SpanShape
+from cadenza.batch.token_rules import HAS_MASK, MASK, RuleLayout
+from cadenza.batch.whole_spans import SpanShape
 from cadenza.errors import RunnerError
 from cadenza.request import Attachment
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from cadenza.core.image_cost import ImageWork
-from cadenza.core.step_schema import ImageCall, SpanCall
-from cadenza.core.whole_spans import SpanShape
+from cadenza.batch.image_cost import ImageWork
+from cadenza.batch.step_schema import ImageCall, SpanCall
+from cadenza.batch.whole_spans import SpanShape
 from cadenza.errors import RunnerError
 from cadenza.request import Attachment
 

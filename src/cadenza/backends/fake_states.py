@@ -7,7 +7,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from cadenza.core.step_schema import NO_STATE, ModelInputs
+from cadenza.batch.step_schema import NO_STATE, ModelInputs
 from cadenza.errors import RunnerError
 
 WINDOW = 3

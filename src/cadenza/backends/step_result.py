@@ -4,8 +4,8 @@ columns."""
 import numpy as np
 import numpy.typing as npt
 
+from cadenza.batch.step_schema import Int32Array, StepOutput
 from cadenza.config import MAX_LOGPROBS_BOUND
-from cadenza.core.step_schema import Int32Array, StepOutput
 
 NUM_TOP = MAX_LOGPROBS_BOUND
 """Most top log probabilities that a step can report (`--max-logprobs`)."""

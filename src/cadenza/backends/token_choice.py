@@ -13,7 +13,7 @@ from cadenza.backends.step_result import (
     STATE_NONE_ALLOWED,
     STATE_NOT_FINITE,
 )
-from cadenza.core.step_schema import NO_RULES, LogitInputs
+from cadenza.batch.step_schema import NO_RULES, LogitInputs
 
 Rows = LogitInputs[Any]
 """The settings of the logit rows [L]."""

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from cadenza.backends.arrays import Arrays
+from cadenza.batch import token_rules as words
 from cadenza.bounds import MAX_BIASES
-from cadenza.core import token_rules as words
 from cadenza.request import MAX_BAD_WORD_TOKENS
 
 

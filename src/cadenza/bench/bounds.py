@@ -8,16 +8,16 @@ from functools import partial
 from typing import Literal, Self
 
 from cadenza.checkpoint import ModelConfig, declare
-from cadenza.checkpoint.dtypes import WeightDType
-from cadenza.checkpoint.operations import (
+from cadenza.checkpoint.tensor_formats import StoredFormat, stored_bytes
+from cadenza.config import KVCacheDType, Quantization
+from cadenza.models.operations import (
     expert_tensors,
     head_tensor,
     mixtures_of,
     pair_operations,
 )
-from cadenza.checkpoint.tensor_formats import StoredFormat, stored_bytes
-from cadenza.checkpoint.tensor_spec import TensorSpec, tensors_of
-from cadenza.config import KVCacheDType, Quantization
+from cadenza.weights.dtypes import WeightDType
+from cadenza.weights.tensor_spec import TensorSpec, tensors_of
 
 Limit = Literal["read", "multiply"]
 

@@ -14,10 +14,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from cadenza.bench import OnStatus
 from cadenza.checkpoint import count_parameters, read_shape, write_random_checkpoint
-from cadenza.checkpoint.dtypes import WeightDType, item_bytes
 from cadenza.checkpoint.random_checkpoint import Shape
 from cadenza.checkpoint.tokenizer_files import TOKENIZER_FILE
 from cadenza.errors import CheckpointError
+from cadenza.weights.dtypes import WeightDType, item_bytes
 
 _POLL_S = 0.2
 _DIGEST_DIGITS = 12

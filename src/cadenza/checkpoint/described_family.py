@@ -9,12 +9,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
-from cadenza.checkpoint.config_json import parse_model_config
-from cadenza.checkpoint.families import FAMILIES
-from cadenza.checkpoint.json_object import JsonObject, read_small_file, shorten
-from cadenza.checkpoint.model_config import ModelConfig
-from cadenza.checkpoint.name_rules import LAYER, REST, NameRule
 from cadenza.errors import CheckpointError
+from cadenza.json_object import JsonObject, read_small_file, shorten
+from cadenza.models.config_json import parse_model_config
+from cadenza.models.families import FAMILIES
+from cadenza.models.model_config import ModelConfig
+from cadenza.models.name_rules import LAYER, REST, NameRule
 
 DESCRIPTION_FILE = "cadenza.toml"
 MAX_DESCRIPTION_BYTES = 1 << 20

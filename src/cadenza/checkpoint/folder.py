@@ -8,37 +8,37 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from cadenza.checkpoint.config_json import CONFIG_FILE, parse_model_config, read_token_ids
-from cadenza.checkpoint.declaration import (
-    EMBEDDING,
-    HEAD,
-    check_weights,
-    declare,
-    declare_final_norm,
-)
 from cadenza.checkpoint.described_family import Description, read_description
-from cadenza.checkpoint.dtypes import WeightDType, as_weight_dtype
 from cadenza.checkpoint.formats import SETTINGS, apply_scheme, read_scheme
 from cadenza.checkpoint.generation_defaults import (
     GenerationDefaults,
     parse_generation_defaults,
     read_generation_config,
 )
-from cadenza.checkpoint.json_object import JsonObject, parse_json_object, read_small_file
-from cadenza.checkpoint.model_config import ModelConfig
-from cadenza.checkpoint.name_rules import by_rules
-from cadenza.checkpoint.outline import ModelOutline, outline_of, read_outline
 from cadenza.checkpoint.pooling_files import DefaultPooling, read_default_pooling
-from cadenza.checkpoint.score_head import SCORE_NAMES, ScoreHead, read_score_head
 from cadenza.checkpoint.stacked_experts import split_stacks
-from cadenza.checkpoint.stored_tensor import StoredScheme
 from cadenza.checkpoint.tokenizer_files import TokenizerFiles, read_tokenizer_files
-from cadenza.checkpoint.towers.reader import VisionOptions, read_processor_settings
-from cadenza.checkpoint.towers.registry import NO_TOWER, read_vision, reader_of
-from cadenza.checkpoint.weights import Weights, open_weights, usual_names
-from cadenza.checkpoint.wrapped_text import names_of_text, unwrap_config
 from cadenza.errors import CheckpointError
+from cadenza.json_object import JsonObject, parse_json_object, read_small_file
+from cadenza.models.config_json import CONFIG_FILE, parse_model_config, read_token_ids
+from cadenza.models.declaration import (
+    EMBEDDING,
+    HEAD,
+    check_weights,
+    declare,
+    declare_final_norm,
+)
+from cadenza.models.model_config import ModelConfig
+from cadenza.models.name_rules import by_rules
+from cadenza.models.outline import ModelOutline, outline_of, read_outline
+from cadenza.models.score_head import SCORE_NAMES, ScoreHead, read_score_head
+from cadenza.models.towers.reader import VisionOptions, read_processor_settings
+from cadenza.models.towers.registry import NO_TOWER, read_vision, reader_of
+from cadenza.models.wrapped_text import names_of_text, unwrap_config
 from cadenza.text.tokens.tokenizer import TokenizerSource
+from cadenza.weights.dtypes import WeightDType, as_weight_dtype
+from cadenza.weights.stored_tensor import StoredScheme
+from cadenza.weights.weights import Weights, open_weights, usual_names
 
 MAX_CONFIG_BYTES = 4 << 20
 

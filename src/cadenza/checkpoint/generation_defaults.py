@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cadenza.bounds import NumberBound
-from cadenza.checkpoint.json_object import JsonObject, read_json_object
+from cadenza.json_object import JsonObject, read_json_object
 from cadenza.request import PARAMETERS
 
 GENERATION_FILE = "generation_config.json"

@@ -21,18 +21,18 @@ from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-from cadenza.checkpoint.config_json import CONFIG_FILE, parse_model_config
 from cadenza.checkpoint.gguf.files import (
     choose_gguf,
     choose_projector,
     first_files,
     split_names,
 )
-from cadenza.checkpoint.json_object import read_json_object
 from cadenza.checkpoint.tokenizer_files import NAMED_TEMPLATES_FOLDER
-from cadenza.checkpoint.weights import INDEX_FILE, MTP_FILE, SINGLE_FILE, read_shard_names
 from cadenza.errors import CheckpointError, show_size
+from cadenza.json_object import read_json_object
+from cadenza.models.config_json import CONFIG_FILE, parse_model_config
 from cadenza.text.tokens.tokenizer import MAX_TOKENIZER_BYTES
+from cadenza.weights.weights import INDEX_FILE, MTP_FILE, SINGLE_FILE, read_shard_names
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi

@@ -6,7 +6,9 @@ lm_head(final_norm(block(x))). `mtp_layout` has what differs between families.""
 from collections.abc import Iterator
 from dataclasses import replace
 
-from cadenza.checkpoint.declaration import (
+from cadenza.checkpoint.folder import Checkpoint
+from cadenza.errors import CheckpointError
+from cadenza.models.declaration import (
     EMBEDDING,
     EMBEDDING_NORM,
     FINAL_NORM,
@@ -17,13 +19,11 @@ from cadenza.checkpoint.declaration import (
     check_weights,
     declare,
 )
-from cadenza.checkpoint.folder import Checkpoint
-from cadenza.checkpoint.layer_kind import LayerKind
-from cadenza.checkpoint.model_config import ModelConfig
-from cadenza.checkpoint.mtp_layout import MTP_LAYOUTS
-from cadenza.checkpoint.tensor_spec import TensorSpec
-from cadenza.checkpoint.weights import Weights
-from cadenza.errors import CheckpointError
+from cadenza.models.layer_kind import LayerKind
+from cadenza.models.model_config import ModelConfig
+from cadenza.models.mtp_layout import MTP_LAYOUTS
+from cadenza.weights.tensor_spec import TensorSpec
+from cadenza.weights.weights import Weights
 
 _LAYER = "model.layers.0."
 

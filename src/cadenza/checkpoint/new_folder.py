@@ -8,8 +8,8 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-from cadenza.checkpoint.config_json import CONFIG_FILE
 from cadenza.errors import CheckpointError
+from cadenza.models.config_json import CONFIG_FILE
 
 _SMALL_FILES = (".json", ".jinja", ".txt", ".model", ".tiktoken")
 _NOTICES = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")

@@ -5,16 +5,16 @@ import re
 from importlib import resources
 from pathlib import Path
 
-from cadenza.checkpoint.config_json import CONFIG_FILE
 from cadenza.checkpoint.folder import Checkpoint, open_folder
 from cadenza.checkpoint.gguf.files import find_gguf, is_gguf_name
 from cadenza.checkpoint.gguf.model import open_gguf_model
 from cadenza.checkpoint.gguf.reader import MAGIC as GGUF_MAGIC
-from cadenza.checkpoint.other_folders import adapter_in, main_snapshot
-from cadenza.checkpoint.towers.reader import VisionOptions
-from cadenza.checkpoint.weights import INDEX_FILE, SINGLE_FILE
 from cadenza.config import PACKAGED_MODELS
 from cadenza.errors import CheckpointError
+from cadenza.models.config_json import CONFIG_FILE
+from cadenza.models.towers.reader import VisionOptions
+from cadenza.weights.other_folders import adapter_in, main_snapshot
+from cadenza.weights.weights import INDEX_FILE, SINGLE_FILE
 
 MAX_ENTRIES = 1000
 MAX_NAMED = 4  # of a folder: entries that are looked at, and folders that an error names

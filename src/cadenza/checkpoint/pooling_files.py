@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-from cadenza.checkpoint.json_object import JsonObject, read_json_object, read_small_file, shorten
 from cadenza.errors import CheckpointError
+from cadenza.json_object import JsonObject, read_json_object, read_small_file, shorten
 from cadenza.request import Pooling
 
 MODULES_FILE = "modules.json"

@@ -13,35 +13,35 @@ from typing import cast
 
 import numpy as np
 
-from cadenza.checkpoint.config_json import CONFIG_FILE, parse_model_config
-from cadenza.checkpoint.declaration import (
+from cadenza.checkpoint.mtp_head import declare_mtp_layers
+from cadenza.checkpoint.stacked_experts import stacked_parts
+from cadenza.errors import CheckpointError
+from cadenza.json_object import JsonObject, parse_json_object, read_json_object
+from cadenza.models.config_json import CONFIG_FILE, parse_model_config
+from cadenza.models.declaration import (
     EMBEDDING,
     HEAD,
     LAYER_EMBEDDING,
     declare,
     declare_final_norm,
 )
-from cadenza.checkpoint.dtypes import FORMAT_OF_NAME, WeightDType
-from cadenza.checkpoint.json_object import JsonObject, parse_json_object, read_json_object
-from cadenza.checkpoint.model_config import ModelConfig
-from cadenza.checkpoint.mtp_head import declare_mtp_layers
-from cadenza.checkpoint.safetensors_writer import (
+from cadenza.models.model_config import ModelConfig
+from cadenza.models.towers.reader import (
+    IMAGE_PROCESSOR_FILE,
+    VisionOptions,
+    read_processor_settings,
+)
+from cadenza.models.towers.registry import READERS, read_vision
+from cadenza.models.wrapped_text import TEXT_CONFIG, outer_name
+from cadenza.weights.dtypes import FORMAT_OF_NAME, WeightDType
+from cadenza.weights.safetensors_writer import (
     DEFAULT_SHARD_BYTES,
     NewTensor,
     Part,
     write_shards,
 )
-from cadenza.checkpoint.stacked_experts import stacked_parts
-from cadenza.checkpoint.stored_tensor import AnyArray
-from cadenza.checkpoint.tensor_spec import TensorSpec
-from cadenza.checkpoint.towers.reader import (
-    IMAGE_PROCESSOR_FILE,
-    VisionOptions,
-    read_processor_settings,
-)
-from cadenza.checkpoint.towers.registry import READERS, read_vision
-from cadenza.checkpoint.wrapped_text import TEXT_CONFIG, outer_name
-from cadenza.errors import CheckpointError
+from cadenza.weights.stored_tensor import AnyArray
+from cadenza.weights.tensor_spec import TensorSpec
 
 _PROCESSOR = "image_processor"
 

@@ -8,14 +8,14 @@ from typing import Literal
 
 import numpy as np
 
-from cadenza.checkpoint.declaration import declare_layer
-from cadenza.checkpoint.dtypes import FORMAT_OF_NAME
-from cadenza.checkpoint.model_config import ModelConfig
-from cadenza.checkpoint.safetensors_writer import NewTensor, Part
-from cadenza.checkpoint.stored_tensor import AnyArray, StoredTensor, StoredWeight
-from cadenza.checkpoint.tensor_spec import ExpertMLPSpec, LinearSpec, ParallelMLPSpec
-from cadenza.checkpoint.weights import Stored, Weights
 from cadenza.errors import CheckpointError
+from cadenza.models.declaration import declare_layer
+from cadenza.models.model_config import ModelConfig
+from cadenza.weights.dtypes import FORMAT_OF_NAME
+from cadenza.weights.safetensors_writer import NewTensor, Part
+from cadenza.weights.stored_tensor import AnyArray, StoredTensor, StoredWeight
+from cadenza.weights.tensor_spec import ExpertMLPSpec, LinearSpec, ParallelMLPSpec
+from cadenza.weights.weights import Stored, Weights
 
 # The axes of a stack: [X, N, K]; [X, K, N]; [X, K, N], and biases [X, N], with the outputs of gate
 # and up alternating, where others have the one after the other; or [X, ...] of one linear's tensor

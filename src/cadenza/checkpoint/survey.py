@@ -5,10 +5,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, cast
 
-from cadenza.checkpoint.config_json import CONFIG_FILE
-from cadenza.checkpoint.json_object import is_finite_number, read_json_object
-from cadenza.checkpoint.weights import open_weights
 from cadenza.errors import CheckpointError
+from cadenza.json_object import is_finite_number, read_json_object
+from cadenza.models.config_json import CONFIG_FILE
+from cadenza.weights.weights import open_weights
 
 MAX_FILES = 64
 MAX_TEXT = 80

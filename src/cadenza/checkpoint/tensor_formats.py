@@ -3,11 +3,12 @@ bounds and loading derive the format of a tensor from `format_of`, so that they 
 
 from collections.abc import Callable, Iterable
 
-from cadenza.checkpoint.declaration import declare, declare_operands
-from cadenza.checkpoint.dtypes import WeightDType
-from cadenza.checkpoint.model_config import ModelConfig
-from cadenza.checkpoint.tensor_spec import TensorKind, TensorSpec
-from cadenza.checkpoint.weight_format import (
+from cadenza.config import Quantization
+from cadenza.models.declaration import declare, declare_operands
+from cadenza.models.model_config import ModelConfig
+from cadenza.weights.dtypes import WeightDType
+from cadenza.weights.tensor_spec import TensorKind, TensorSpec
+from cadenza.weights.weight_format import (
     FLOAT_FORMATS,
     INT4,
     INT8,
@@ -15,8 +16,7 @@ from cadenza.checkpoint.weight_format import (
     joined,
     panel_formats,
 )
-from cadenza.checkpoint.weights import Weights
-from cadenza.config import Quantization
+from cadenza.weights.weights import Weights
 
 # of the tensor of a name that a checkpoint stores as codes; None for floats
 StoredFormat = Callable[[str], WeightFormat | None]

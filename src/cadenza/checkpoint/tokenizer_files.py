@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cadenza.checkpoint.json_object import (
+from cadenza.errors import CheckpointError, ConfigError, show, show_size
+from cadenza.json_object import (
     JsonObject,
     read_json_object,
     read_small_file,
     regular_file_size,
     shorten,
 )
-from cadenza.errors import CheckpointError, ConfigError, show, show_size
 from cadenza.text.tokens.tokenizer import MAX_TOKENIZER_BYTES, TokenizerSource
 
 TOKENIZER_FILE = "tokenizer.json"

@@ -40,12 +40,12 @@ def export(
 
     Needs IREE's compiler (the extra iree-export).
     """
-    from cadenza.checkpoint.towers.reader import VisionOptions
     from cadenza.cli.report import bytes_text
     from cadenza.cli.status import status_line
     from cadenza.exporting.export import DEFAULT_MAX_MODEL_LEN, ExportOptions
     from cadenza.exporting.folder import export_folder
     from cadenza.loading.build import find_checkpoint
+    from cadenza.models.towers.reader import VisionOptions
 
     name, out = model_and_out(words, model)
     num_rows, vision = _rows_of(flags.max_num_seqs), VisionOptions(has_images=False)

@@ -18,8 +18,8 @@ from cadenza.config import EngineConfig
 from cadenza.errors import CheckpointError
 
 if TYPE_CHECKING:
+    from cadenza.batch.step_cost import StepCost
     from cadenza.checkpoint import Checkpoint, ModelConfig
-    from cadenza.core.step_cost import StepCost
     from cadenza.loading.engine_plan import EnginePlan
     from cadenza.loading.planned_engine import PlannedEngine
     from cadenza.spec_prefill_config import SpecPrefillConfig

@@ -11,10 +11,10 @@ from statistics import fmean
 from typing import NamedTuple
 
 from cadenza.config import EngineLimits
-from cadenza.core.page_keys import MAX_KEYS, Content, PageKeys, short_keys, split_keys
 from cadenza.engine.open_requests import EngineLoad
 from cadenza.engine.queue_forecast import UNMEASURED_TOKEN_S
 from cadenza.engine.route_report import HeldChange, RouteReport, Seen
+from cadenza.kv.page_keys import MAX_KEYS, Content, PageKeys, short_keys, split_keys
 from cadenza.request import Request
 
 TOKENS_OF_OPEN = 16

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, fields
 from msgspec.structs import replace
 
 from cadenza.config import EngineConfig, EngineLimits
-from cadenza.core.page_keys import split_keys
 from cadenza.engine.batch_engine import Cancel, Clock, Resume, Submit
 from cadenza.engine.process.child_process import ChildProcess
 from cadenza.engine.process.frame_socket import FrameSocket
@@ -42,6 +41,7 @@ from cadenza.engine.step_watch import Watch
 from cadenza.engine.stored_pages import CLOSE_WITHIN_S
 from cadenza.errors import ConfigError, show
 from cadenza.events import Finished, Report
+from cadenza.kv.page_keys import split_keys
 
 PLANNED = ("max_num_seqs", "max_model_len", "num_pages")
 """What an engine chooses by its memory where it is not given."""

@@ -5,12 +5,11 @@ rows' data are sent again."""
 from collections.abc import Callable
 
 from cadenza.backends.base import ImageRunner, Runner
-from cadenza.config import EngineLimits
-from cadenza.core.batch import Batch, BatchEntry
-from cadenza.core.image_cost import ImageCost, ImageWork, MeasuredQuanta, fit_image_cost
-from cadenza.core.packing import Packer
-from cadenza.core.sequence import Sequence
-from cadenza.core.step_cost import (
+from cadenza.batch.batch import Batch, BatchEntry
+from cadenza.batch.image_cost import ImageCost, ImageWork, MeasuredQuanta, fit_image_cost
+from cadenza.batch.packing import Packer
+from cadenza.batch.sequence import Sequence
+from cadenza.batch.step_cost import (
     MeasuredStep,
     StepBound,
     StepCost,
@@ -19,7 +18,8 @@ from cadenza.core.step_cost import (
     fit_step_cost,
     num_keys,
 )
-from cadenza.core.step_schema import ImageCall
+from cadenza.batch.step_schema import ImageCall
+from cadenza.config import EngineLimits
 from cadenza.request import Attachment, Request, SamplingParams
 
 CHUNK = 64

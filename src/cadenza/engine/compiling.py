@@ -5,7 +5,7 @@ refused, or cancelled."""
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from cadenza.core.sequence import Sequence
+from cadenza.batch.sequence import Sequence
 from cadenza.structured import CompileConstraint, Constraint, PendingConstraint
 
 WAIT_S = 0.05

@@ -21,21 +21,13 @@ from cadenza.backends.base import (
     Runner,
     StateCopier,
 )
+from cadenza.batch.image_cost import ImageCost
+from cadenza.batch.packing import Packer
+from cadenza.batch.sequence import Sequence, WaitReason
+from cadenza.batch.step_cost import StepBound, StepCost
 from cadenza.config import Batching, EngineLimits, SchedulerLoop
-from cadenza.core.admission import RESERVED_OUTPUT, Admission
-from cadenza.core.draft_ledger import DraftState
-from cadenza.core.drafts import DraftCounts
-from cadenza.core.image_cost import ImageCost
-from cadenza.core.kv_cache_manager import KVCacheManager
-from cadenza.core.packing import Packer
-from cadenza.core.prefix_misses import PrefixMisses, log_text, miss_text
-from cadenza.core.scheduler import Scheduler, SchedulerOptions
-from cadenza.core.scoring_queue import ScoringQueue
-from cadenza.core.sequence import Sequence, WaitReason
-from cadenza.core.step_cost import StepBound, StepCost
-from cadenza.core.step_drafts import StepDrafts
-from cadenza.core.step_results import refuse_constraint
-from cadenza.core.turns import FCFS, TurnPolicy
+from cadenza.drafting.draft_ledger import DraftState
+from cadenza.drafting.drafts import DraftCounts
 from cadenza.engine.compiling import Compiling
 from cadenza.engine.loop import LOOP_DEPTHS, Announce, StepLoop, StepRunner, Steps
 from cadenza.engine.model_drafter import DraftModel, ModelDrafter
@@ -49,7 +41,15 @@ from cadenza.engine.stored_pages import StoredPages
 from cadenza.errors import EngineClosedError, EngineStalledError, QueueFullError
 from cadenza.events import Event, Finished
 from cadenza.kernel_proof import KernelProof
+from cadenza.kv.kv_cache_manager import KVCacheManager
+from cadenza.kv.prefix_misses import PrefixMisses, log_text, miss_text
 from cadenza.request import Request
+from cadenza.scheduler.admission import RESERVED_OUTPUT, Admission
+from cadenza.scheduler.scheduler import Scheduler, SchedulerOptions
+from cadenza.scheduler.scoring_queue import ScoringQueue
+from cadenza.scheduler.step_drafts import StepDrafts
+from cadenza.scheduler.step_results import refuse_constraint
+from cadenza.scheduler.turns import FCFS, TurnPolicy
 from cadenza.sparse_prefill import LOOK_AHEAD_TOKENS
 from cadenza.speculative_config import SpeculativeConfig
 from cadenza.structured import CompileConstraint

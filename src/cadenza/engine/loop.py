@@ -10,14 +10,14 @@ from dataclasses import dataclass, fields, replace
 from typing import Protocol
 
 from cadenza.backends.base import LateStepHandle, Runner, StepHandle
+from cadenza.batch.batch import Batch
+from cadenza.batch.packing import Packer
+from cadenza.batch.step_schema import StepOutput
 from cadenza.config import SchedulerLoop
-from cadenza.core.batch import Batch
-from cadenza.core.packing import Packer
-from cadenza.core.scheduler import Scheduler
-from cadenza.core.step_schema import StepOutput
 from cadenza.engine.scoring_steps import ScoringSteps
 from cadenza.errors import RunnerError
 from cadenza.events import Event, Preparing, Started
+from cadenza.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 

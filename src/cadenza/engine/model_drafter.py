@@ -10,17 +10,17 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 
 from cadenza.backends.base import Runner, StepHandle
+from cadenza.batch.batch import Batch, BatchEntry
+from cadenza.batch.packing import Packer
+from cadenza.batch.sequence import Sequence
+from cadenza.batch.step_cost import StepCost, StepLoad
+from cadenza.batch.step_schema import StepOutput
 from cadenza.config import EngineLimits
-from cadenza.core.batch import Batch, BatchEntry
-from cadenza.core.draft_ledger import DraftGroup
-from cadenza.core.draft_plan import DraftNumbers, SpentMs
-from cadenza.core.drafts import Lookahead, SharedAcceptance
-from cadenza.core.kv_cache_manager import KVCacheManager
-from cadenza.core.packing import Packer
-from cadenza.core.sequence import Sequence
-from cadenza.core.step_cost import StepCost, StepLoad
-from cadenza.core.step_drafts import DraftSlot, DraftStep
-from cadenza.core.step_schema import StepOutput
+from cadenza.drafting.draft_ledger import DraftGroup
+from cadenza.drafting.drafts import Lookahead, SharedAcceptance
+from cadenza.kv.kv_cache_manager import KVCacheManager
+from cadenza.scheduler.draft_plan import DraftNumbers, SpentMs
+from cadenza.scheduler.step_drafts import DraftSlot, DraftStep
 
 logger = logging.getLogger(__name__)
 

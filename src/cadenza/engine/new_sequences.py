@@ -4,11 +4,11 @@ Invariant: what a sequence generates follows from its request, its id and the en
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 
+from cadenza.batch.prompt_rows import Pool, PromptRowsProgress
+from cadenza.batch.sequence import Sequence
+from cadenza.batch.whole_spans import whole_spans_of
 from cadenza.config import EngineLimits
-from cadenza.core.drafts import Drafting, SharedAcceptance, drafting_of
-from cadenza.core.prompt_rows import Pool, PromptRowsProgress
-from cadenza.core.sequence import Sequence
-from cadenza.core.whole_spans import whole_spans_of
+from cadenza.drafting.drafts import Drafting, SharedAcceptance, drafting_of
 from cadenza.engine.resumption import Resumption
 from cadenza.engine.sample_seed import seed_of_sample
 from cadenza.request import Request

@@ -13,8 +13,8 @@ from typing import Literal
 
 from msgspec.structs import replace
 
+from cadenza.batch.draw_keys import derive_seed
 from cadenza.config import EngineLimits
-from cadenza.core.draw_keys import derive_seed
 from cadenza.engine.resumption import ResumedSample, Resumption
 from cadenza.engine.start_forecast import StartForecast
 from cadenza.engine.timeouts import RequestTimeouts

@@ -4,8 +4,8 @@ Invariant: a prompt token is never free, and costs more beside rows that decode.
 from itertools import islice
 from typing import NamedTuple
 
-from cadenza.core.scheduler import Scheduler
-from cadenza.core.step_cost import MIN_PROMPT_TOKENS, StepBound, StepCost, StepLoad
+from cadenza.batch.step_cost import MIN_PROMPT_TOKENS, StepBound, StepCost, StepLoad
+from cadenza.scheduler.scheduler import Scheduler
 
 MAX_LOOKED_UP = 16
 """Waiting sequences of which it is looked up what is cached; of further ones as much is taken to

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from cadenza.backends.base import Capability
+from cadenza.batch.whole_spans import least_budget, whole_spans_of
 from cadenza.config import EngineLimits, ImageLimits
-from cadenza.core.whole_spans import least_budget, whole_spans_of
 from cadenza.engine.open_requests import RequestTimes
 from cadenza.errors import ContextLengthError, InvalidRequestError, show
 from cadenza.request import Attachment, PoolingParams, Request

@@ -1,6 +1,6 @@
 """`seed_of_sample`: the seed with which a sample's tokens are drawn."""
 
-from cadenza.core.draw_keys import derive_sample_seed, derive_seed
+from cadenza.batch.draw_keys import derive_sample_seed, derive_seed
 from cadenza.request import SamplingParams
 
 

@@ -6,13 +6,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from cadenza.backends.base import PromptScorer, Runner, StepHandle
+from cadenza.batch.batch import Batch
+from cadenza.batch.packing import Packer
+from cadenza.batch.step_cost import StepCost
+from cadenza.batch.step_schema import StepOutput
 from cadenza.config import EngineLimits
-from cadenza.core.batch import Batch
-from cadenza.core.packing import Packer
-from cadenza.core.scoring_queue import ScoredStep, ScoringQueue
-from cadenza.core.step_cost import StepCost
-from cadenza.core.step_schema import StepOutput
 from cadenza.errors import RunnerError
+from cadenza.scheduler.scoring_queue import ScoredStep, ScoringQueue
 
 logger = logging.getLogger(__name__)
 

@@ -10,10 +10,10 @@ from typing import Literal
 
 import msgspec
 
-from cadenza.core.scheduler import Scheduler
-from cadenza.core.sequence import Sequence, SequenceStatus, WaitReason
+from cadenza.batch.sequence import Sequence, SequenceStatus, WaitReason
 from cadenza.engine.core import EngineCore
 from cadenza.events import Event, Token
+from cadenza.scheduler.scheduler import Scheduler
 
 SUMMARY_EVERY_S = 0.1
 MAX_WAITING_ROWS = 32

@@ -4,18 +4,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from cadenza.backends.base import ImageRunner, Runner, SpanRunner
+from cadenza.batch.image_cost import ImageCost
+from cadenza.batch.step_cost import StepBound
 from cadenza.config import EngineLimits
-from cadenza.core.draft_ledger import OnDrafts
-from cadenza.core.image_cost import ImageCost
-from cadenza.core.image_queue import ImageQueue
-from cadenza.core.kv_cache_manager import KVCacheManager
-from cadenza.core.scoring_queue import ScoringOptions, ScoringQueue
-from cadenza.core.span_queue import SpanQueue
-from cadenza.core.step_cost import StepBound
-from cadenza.core.step_drafts import Drafter, StepDrafts
-from cadenza.core.step_work import StepWork
-from cadenza.core.turns import Turns
+from cadenza.drafting.draft_ledger import OnDrafts
 from cadenza.engine.scoring_steps import PromptScorerModel
+from cadenza.kv.kv_cache_manager import KVCacheManager
+from cadenza.scheduler.image_queue import ImageQueue
+from cadenza.scheduler.scoring_queue import ScoringOptions, ScoringQueue
+from cadenza.scheduler.span_queue import SpanQueue
+from cadenza.scheduler.step_drafts import Drafter, StepDrafts
+from cadenza.scheduler.step_work import StepWork
+from cadenza.scheduler.turns import Turns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

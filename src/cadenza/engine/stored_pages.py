@@ -13,11 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from cadenza.backends.base import PageCopier, StateCopier
-from cadenza.core.kv_cache_manager import KVCacheManager, MissingPages
-from cadenza.core.sequence import Sequence, SequenceStatus
+from cadenza.batch.sequence import Sequence, SequenceStatus
 from cadenza.engine.page_folder import PageFolder, StoredMiss
 from cadenza.engine.page_traffic import PageRead, PageTraffic
 from cadenza.figures import Figure
+from cadenza.kv.kv_cache_manager import KVCacheManager, MissingPages
 
 logger = logging.getLogger(__name__)
 

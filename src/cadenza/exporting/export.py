@@ -31,16 +31,16 @@ from cadenza.backends.iree.manifest import (
 from cadenza.backends.iree.wire import fields_of
 from cadenza.backends.step_result import NUM_COLUMNS
 from cadenza.backends.xla.export import MAX_TOKENS, ExportedModel, export_programs
+from cadenza.batch.step_schema import StepLayout
+from cadenza.batch.token_rules import RuleLayout
 from cadenza.checkpoint import Checkpoint, declare
-from cadenza.checkpoint.config_json import CONFIG_FILE
-from cadenza.checkpoint.dtypes import WeightDType
-from cadenza.checkpoint.model_config import ModelConfig
-from cadenza.checkpoint.rope_factors import rope_factors
-from cadenza.checkpoint.weights import Weights
 from cadenza.config import PAGE_SIZE_UNIT, EngineLimits
-from cadenza.core.step_schema import StepLayout
-from cadenza.core.token_rules import RuleLayout
 from cadenza.errors import CheckpointError, ConfigError
+from cadenza.models.config_json import CONFIG_FILE
+from cadenza.models.model_config import ModelConfig
+from cadenza.models.rope_factors import rope_factors
+from cadenza.weights.dtypes import WeightDType
+from cadenza.weights.weights import Weights
 
 Target = Literal["llvm-cpu", "vulkan-spirv", "cuda"]
 CpuChoice = Literal["generic", "host"]

@@ -12,11 +12,11 @@ import numpy as np
 
 from cadenza.backends.iree.manifest import FOLDER, MADE_FILE, MANIFEST_FILE, Manifest
 from cadenza.checkpoint import Checkpoint, declare
-from cadenza.checkpoint.config_json import CONFIG_FILE
-from cadenza.checkpoint.dtypes import FORMAT_OF_NAME, StoredDType
 from cadenza.checkpoint.new_folder import copy_small_files, writing_folder
-from cadenza.checkpoint.safetensors_writer import NewTensor, Part, write_shards
 from cadenza.exporting.export import ExportOptions, Modules, OnCompiled, make_modules
+from cadenza.models.config_json import CONFIG_FILE
+from cadenza.weights.dtypes import FORMAT_OF_NAME, StoredDType
+from cadenza.weights.safetensors_writer import NewTensor, Part, write_shards
 
 
 def export_folder(

@@ -9,15 +9,11 @@ from pathlib import Path
 
 from cadenza.backends import BACKENDS, Backends, find_backend, uses_own_model_code
 from cadenza.backends.base import BackendTraits, Runner
+from cadenza.batch.image_cost import ImageCost
+from cadenza.batch.step_cost import MIN_PROMPT_TOKENS, StepBound, StepCost, StepLoad, last_granted
 from cadenza.checkpoint import Checkpoint, Hub, is_hub_id, open_bundled_draft, open_checkpoint
-from cadenza.checkpoint.sparse_support import window_of
 from cadenza.checkpoint.tokenizer_files import given_template
-from cadenza.checkpoint.towers.reader import VisionOptions
 from cadenza.config import EngineConfig, EngineLimits, MaxItlMs
-from cadenza.core.admission import RESERVED_OUTPUT
-from cadenza.core.image_cost import ImageCost
-from cadenza.core.step_cost import MIN_PROMPT_TOKENS, StepBound, StepCost, StepLoad, last_granted
-from cadenza.core.turns import POLICIES
 from cadenza.engine.calibration import make_step_bound, measure_image_cost
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.model_drafter import DraftModel
@@ -40,6 +36,10 @@ from cadenza.loading.plan import device_share, make_plan
 from cadenza.loading.planned_engine import PlannedEngine, cache_folder
 from cadenza.loading.reserved_memory import MemoryReservation, find_reserved, record_reservation
 from cadenza.loading.step_costs import StepCosts, open_step_costs
+from cadenza.models.sparse_support import window_of
+from cadenza.models.towers.reader import VisionOptions
+from cadenza.scheduler.admission import RESERVED_OUTPUT
+from cadenza.scheduler.turns import POLICIES
 from cadenza.text.constraints.token_constraint import ConstraintCompiler
 from cadenza.text.tokens.tokenizer import TokenizerSource
 

@@ -6,18 +6,18 @@ from pathlib import Path
 
 from cadenza.backends.base import BackendTraits
 from cadenza.checkpoint import Checkpoint, declare
-from cadenza.checkpoint.declaration import EMBEDDING, HEAD
-from cadenza.checkpoint.dtypes import item_bytes
 from cadenza.checkpoint.mtp_head import mtp_head_of
-from cadenza.checkpoint.sparse_support import scoring_refusal, sparse_refusal
 from cadenza.checkpoint.tensor_formats import stored_bytes
 from cadenza.config import EngineConfig, Quantization
 from cadenza.errors import CheckpointError, ConfigError
 from cadenza.loading.engine_plan import DraftPlan
 from cadenza.loading.plan import choose_dtype, choose_quantization, memory_of
 from cadenza.loading.sparse_gain import refuse_loss
+from cadenza.models.declaration import EMBEDDING, HEAD
+from cadenza.models.sparse_support import scoring_refusal, sparse_refusal
 from cadenza.sparse_prefill import LOOK_AHEAD
 from cadenza.text.tokens.tokenizer import Tokenizer, TokenizerSource
+from cadenza.weights.dtypes import item_bytes
 
 _FLAG = "--speculative-config"
 _COARSENESS = ("none", "int8", "int4")

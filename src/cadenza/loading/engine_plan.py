@@ -7,13 +7,13 @@ from dataclasses import dataclass, field, replace
 
 from cadenza.backends.base import BackendTraits, KVArrangement, ModelMemory
 from cadenza.checkpoint import Checkpoint
-from cadenza.checkpoint.dtypes import WeightDType
 from cadenza.config import EngineConfig, EngineLimits, KVCacheDType, Quantization
-from cadenza.core.scoring_queue import MAX_SCORINGS
 from cadenza.errors import show_size
 from cadenza.loading.footprint import Footprint
 from cadenza.request import Request
+from cadenza.scheduler.scoring_queue import MAX_SCORINGS
 from cadenza.sparse_prefill import LOOK_AHEAD
+from cadenza.weights.dtypes import WeightDType
 
 SMALLEST_POOL = 1024  # the smallest pool that `pages_for_batch` asks for, in tokens
 

@@ -6,12 +6,12 @@ from typing import TypedDict
 
 from cadenza.backends.base import BackendTraits, ModelMemory
 from cadenza.checkpoint import Checkpoint, ModelConfig
-from cadenza.checkpoint.dtypes import WeightDType, item_bytes
 from cadenza.config import ImageLimits
 from cadenza.errors import ConfigError
 from cadenza.request import Attachment
 from cadenza.vision.quanta import Workspace
 from cadenza.vision.tower_config import VisionConfig
+from cadenza.weights.dtypes import WeightDType, item_bytes
 
 MOST_SLOTS = 1 << 17  # 32 images of the largest size; more would not help
 

@@ -6,10 +6,8 @@ from dataclasses import replace
 from math import floor
 
 from cadenza.backends.base import BackendTraits, KVArrangement, ModelMemory
+from cadenza.batch.whole_spans import least_budget
 from cadenza.checkpoint import Checkpoint, ModelConfig, declare
-from cadenza.checkpoint.declaration import declare_embedding
-from cadenza.checkpoint.dtypes import WeightDType, item_bytes
-from cadenza.checkpoint.split import split_model
 from cadenza.checkpoint.tensor_formats import held_formats, stored_bytes
 from cadenza.config import (
     PAGE_SIZE_UNIT,
@@ -17,7 +15,6 @@ from cadenza.config import (
     EngineLimits,
     Quantization,
 )
-from cadenza.core.whole_spans import least_budget
 from cadenza.errors import ConfigError, show_size
 from cadenza.loading.engine_plan import EnginePlan, ExtraMemory, beside_others
 from cadenza.loading.footprint import QUEUED_PER_ROW, QueueBounds, footprint_of
@@ -36,6 +33,9 @@ from cadenza.loading.space import (
     pool_tokens,
     state_slots,
 )
+from cadenza.models.declaration import declare_embedding
+from cadenza.models.split import split_model
+from cadenza.weights.dtypes import WeightDType, item_bytes
 
 
 def make_plan(

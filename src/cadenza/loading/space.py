@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from math import ceil, floor
 
 from cadenza.backends.base import CompiledSizes
+from cadenza.batch.step_schema import NUM_EXTRA_LOGIT_ROWS
+from cadenza.batch.whole_spans import least_budget
 from cadenza.config import (
     MAX_NUM_SEQS_BOUND,
     PAGE_SIZE_UNIT,
@@ -14,8 +16,6 @@ from cadenza.config import (
     EngineLimits,
     Quantization,
 )
-from cadenza.core.step_schema import NUM_EXTRA_LOGIT_ROWS
-from cadenza.core.whole_spans import least_budget
 from cadenza.errors import ConfigError, show_missing, show_size
 from cadenza.loading.footprint import Footprint
 

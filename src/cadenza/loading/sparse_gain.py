@@ -6,10 +6,10 @@ models' products; ignores coarser weights and a prompt's cuts beside other reque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cadenza.checkpoint.model_config import ModelConfig
-from cadenza.checkpoint.operations import attended_operations, head_tensor, token_operations
-from cadenza.core.step_cost import StepCost, num_keys
+from cadenza.batch.step_cost import StepCost, num_keys
 from cadenza.errors import ConfigError
+from cadenza.models.model_config import ModelConfig
+from cadenza.models.operations import attended_operations, head_tensor, token_operations
 from cadenza.sparse_prefill import LOOK_AHEAD
 from cadenza.spec_prefill_config import SpecPrefillConfig
 

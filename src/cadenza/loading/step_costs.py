@@ -15,8 +15,8 @@ from pathlib import Path
 
 from cadenza import __version__
 from cadenza.backends.base import Runner
+from cadenza.batch.step_cost import StepCost
 from cadenza.config import EngineLimits
-from cadenza.core.step_cost import StepCost
 from cadenza.engine.calibration import measure_step_cost
 from cadenza.loading.content_digest import digest_of, replace_file
 from cadenza.loading.memory import usable_cores

@@ -5,10 +5,10 @@ item a step there. Invariant: a stream that was interrupted has every token once
 
 from dataclasses import dataclass, replace
 
+from cadenza.batch.image_cost import ImageCost
+from cadenza.batch.step_cost import StepBound, StepCost
+from cadenza.batch.whole_spans import least_budget
 from cadenza.config import EngineLimits
-from cadenza.core.image_cost import ImageCost
-from cadenza.core.step_cost import StepBound, StepCost
-from cadenza.core.whole_spans import least_budget
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.resumption import Resumption
 from cadenza.verification.modes import Interruption, Mode

@@ -9,15 +9,15 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, fields, replace
 
+from cadenza.batch.sequence import Sequence
 from cadenza.config import EngineLimits, SchedulerLoop
-from cadenza.core.image_queue import ImageQueue
-from cadenza.core.scoring_queue import ScoringQueue
-from cadenza.core.sequence import Sequence
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.resumption import ResumedSample
 from cadenza.events import Event, Finished, PromptLogprobs, Started, TokenLogprobs
 from cadenza.frontend.progress import BatchProgress
 from cadenza.request import Request
+from cadenza.scheduler.image_queue import ImageQueue
+from cadenza.scheduler.scoring_queue import ScoringQueue
 from cadenza.speculative_config import SpeculativeConfig
 from cadenza.verification.workload import Arrival
 

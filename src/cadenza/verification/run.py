@@ -13,15 +13,14 @@ from pathlib import Path
 
 from cadenza.backends import BACKENDS, Backends
 from cadenza.backends.base import BackendTraits, Runner
+from cadenza.batch.packing import Packer
 from cadenza.checkpoint import (
     Checkpoint,
     open_checkpoint,
     read_shape,
     write_random_checkpoint,
 )
-from cadenza.checkpoint.sparse_support import window_of
 from cadenza.config import EngineConfig, EngineLimits, KVCacheDType, Quantization
-from cadenza.core.packing import Packer
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.loop import StepRunner
 from cadenza.engine.model_drafter import DraftModel
@@ -35,6 +34,7 @@ from cadenza.loading.build import (
 )
 from cadenza.loading.engine_plan import EnginePlan, pages_at_once, with_pool
 from cadenza.loading.planned_engine import PlannedEngine
+from cadenza.models.sparse_support import window_of
 from cadenza.structured import CompileConstraint
 from cadenza.verification.forms import Forms, make_forms
 from cadenza.verification.image_modes import ImageSpans

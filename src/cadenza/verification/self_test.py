@@ -11,9 +11,9 @@ from typing import Literal
 
 from cadenza.backends import find_backend, resolve_backend
 from cadenza.backends.base import FaultSet, LoadRunner, RunnerSetup
+from cadenza.batch.packing import Packer
 from cadenza.checkpoint import Checkpoint
 from cadenza.config import EngineLimits
-from cadenza.core.packing import Packer
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.errors import ConfigError
 from cadenza.loading.build import constraint_compiler, describe_backend

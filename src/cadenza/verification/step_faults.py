@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cadenza.batch.batch import Batch, BatchEntry, SeenImage
+from cadenza.batch.packing import Packer
+from cadenza.batch.step_schema import ModelInputs
 from cadenza.config import EngineLimits
-from cadenza.core.batch import Batch, BatchEntry, SeenImage
-from cadenza.core.packing import Packer
-from cadenza.core.step_schema import ModelInputs
 from cadenza.verification.image_workload import has_turned_images
 from cadenza.verification.workload import Arrival
 from cadenza.vision.processor import ImagePart

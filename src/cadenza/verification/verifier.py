@@ -14,8 +14,8 @@ from operator import itemgetter
 from typing import Literal, Protocol
 
 from cadenza.backends.base import Exactness
+from cadenza.batch.draw_keys import derive_seed
 from cadenza.config import EngineLimits
-from cadenza.core.draw_keys import derive_seed
 from cadenza.engine.core import CoreOptions
 from cadenza.frontend.progress import BatchProgress
 from cadenza.request import Request

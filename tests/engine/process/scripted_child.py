@@ -24,8 +24,8 @@ from typing import Any
 
 from cadenza import errors
 from cadenza.backends.fake import FakeRunner, FakeStepHandle
+from cadenza.batch.step_schema import ModelInputs
 from cadenza.config import EngineConfig, EngineLimits
-from cadenza.core.step_schema import ModelInputs
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.process.child import OnPhase, Serving, run_child
 from cadenza.engine.process.messages import Start

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from cadenza.backends.fake import FakeRunner, FakeStepHandle
+from cadenza.batch.step_cost import StepCost
+from cadenza.batch.step_schema import ModelInputs
 from cadenza.config import EngineConfig, EngineLimits
-from cadenza.core.kv_cache_manager import KVCacheManager
-from cadenza.core.step_cost import StepCost
-from cadenza.core.step_schema import ModelInputs
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.page_folder import PageFolder
 from cadenza.engine.process.messages import (
@@ -29,6 +28,7 @@ from cadenza.engine.step_watch import Watch
 from cadenza.engine.stored_pages import WAIT_S, StoredPages
 from cadenza.errors import RunnerError
 from cadenza.events import Finished, Started, Token
+from cadenza.kv.kv_cache_manager import KVCacheManager
 from cadenza.request import Request, SamplingParams
 
 LIMITS = EngineLimits(

@@ -8,10 +8,10 @@ from importlib.util import find_spec
 from cadenza.backends import find_backend
 from cadenza.backends.base import Backend, BackendTraits, Runner, RunnerSetup, SequenceModel
 from cadenza.backends.iree.manifest import Cpu, Manifest, read_manifest
-from cadenza.checkpoint.dtypes import WEIGHT_DTYPES
 from cadenza.checkpoint.folder import Checkpoint
 from cadenza.config import Ops
 from cadenza.errors import CheckpointError, ConfigError
+from cadenza.weights.dtypes import WEIGHT_DTYPES
 
 PACKAGE = "iree-base-runtime"
 REQUIREMENT = f"{PACKAGE}==3.13.0"

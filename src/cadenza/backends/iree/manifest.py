@@ -12,8 +12,8 @@ from typing import cast
 import msgspec
 
 from cadenza.backends.base import CompiledSizes
-from cadenza.checkpoint.dtypes import WeightDType, item_bytes
 from cadenza.errors import CheckpointError
+from cadenza.weights.dtypes import WeightDType, item_bytes
 
 FOLDER = "iree"
 """In a model's folder."""

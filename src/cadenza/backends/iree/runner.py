@@ -27,20 +27,20 @@ from cadenza.backends.iree.manifest import (
 )
 from cadenza.backends.iree.wire import WireMap
 from cadenza.backends.step_result import read_result
-from cadenza.checkpoint.dtypes import FORMAT_OF_NAME
-from cadenza.checkpoint.folder import Checkpoint
-from cadenza.checkpoint.rope_factors import rope_factors
-from cadenza.checkpoint.safetensors_file import open_safetensors
-from cadenza.checkpoint.stored_tensor import StoredTensor
-from cadenza.core.step_schema import (
+from cadenza.batch.step_schema import (
     NO_HIDDEN,
     NUM_EXTRA_LOGIT_ROWS,
     Int32Array,
     ModelInputs,
     StepOutput,
 )
-from cadenza.core.token_rules import MASK
+from cadenza.batch.token_rules import MASK
+from cadenza.checkpoint.folder import Checkpoint
 from cadenza.errors import CheckpointError, RunnerError
+from cadenza.models.rope_factors import rope_factors
+from cadenza.weights.dtypes import FORMAT_OF_NAME
+from cadenza.weights.safetensors_file import open_safetensors
+from cadenza.weights.stored_tensor import StoredTensor
 
 ALIGNMENT = 64
 """Of what IREE uses in place."""

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from cadenza.backends.iree.manifest import CompiledProgram, Manifest, WireField
-from cadenza.core.step_schema import (
+from cadenza.batch.step_schema import (
     LAST_SAMPLED,
     NO_RULES,
     NO_TARGET,

@@ -7,10 +7,10 @@ from importlib.metadata import version
 from importlib.util import find_spec
 
 from cadenza.backends.base import Backend, BackendTraits, Runner, RunnerSetup, SequenceModel
-from cadenza.checkpoint.dtypes import WeightDType
 from cadenza.checkpoint.folder import Checkpoint
 from cadenza.config import Ops
 from cadenza.errors import CheckpointError, ConfigError
+from cadenza.weights.dtypes import WeightDType
 
 DTYPES: tuple[WeightDType, ...] = ("float32", "bfloat16", "float16")
 

@@ -16,10 +16,10 @@ from cadenza.backends.mlx.probe import REFUSALS
 from cadenza.backends.mlx.slot_model import CHUNK, SlotModel
 from cadenza.backends.mlx.slots import SlotSizes, depends_on_cuts, new_slots
 from cadenza.backends.mlx.zoo import ZooModel, load_zoo_model, set_dtype
-from cadenza.checkpoint.dtypes import WeightDType
-from cadenza.checkpoint.json_object import shorten
 from cadenza.config import PAGE_SIZE_UNIT
 from cadenza.errors import CheckpointError
+from cadenza.json_object import shorten
+from cadenza.weights.dtypes import WeightDType
 
 LOGIT_COPIES = 6
 """Arrays [R, V] of float32 that exist at the same time while tokens are chosen."""

@@ -25,8 +25,7 @@ from cadenza.backends.mlx.zoo import load_zoo_model, set_dtype
 from cadenza.backends.step_result import COLUMN_TOKEN, NUM_COLUMNS, read_result
 from cadenza.backends.token_choice import TokenChoice
 from cadenza.backends.token_rules import TokenRules
-from cadenza.config import PAGE_SIZE_UNIT
-from cadenza.core.step_schema import (
+from cadenza.batch.step_schema import (
     LAST_SAMPLED,
     NO_HIDDEN,
     NO_RULES,
@@ -36,7 +35,8 @@ from cadenza.core.step_schema import (
     ModelInputs,
     StepOutput,
 )
-from cadenza.core.token_rules import BAD_WORDS, MASK, NONE, RuleLayout
+from cadenza.batch.token_rules import BAD_WORDS, MASK, NONE, RuleLayout
+from cadenza.config import PAGE_SIZE_UNIT
 from cadenza.errors import RunnerError
 from cadenza.request import MAX_BAD_WORD_TOKENS
 

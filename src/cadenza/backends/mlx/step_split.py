@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from cadenza.core.step_schema import ModelInputs
+from cadenza.batch.step_schema import ModelInputs
 
 Int32Array = npt.NDArray[np.int32]
 

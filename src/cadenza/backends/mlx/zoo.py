@@ -19,9 +19,9 @@ import mlx.core as mx
 from mlx.utils import tree_map_with_path
 
 from cadenza.backends.mlx.settings import settings_for_mlx_lm
-from cadenza.checkpoint.dtypes import WeightDType
-from cadenza.checkpoint.json_object import read_json_object, shorten
 from cadenza.errors import CheckpointError
+from cadenza.json_object import read_json_object, shorten
+from cadenza.weights.dtypes import WeightDType
 
 PACKAGE = "mlx_lm"
 _TOKENIZERS = f"{PACKAGE}.tokenizer_utils"

@@ -3,12 +3,12 @@ without bf16 instructions compute the same bits, the class `PORTABLE`; with them
 the products of bfloat16 round in another way, and the class is that of the instructions."""
 
 from cadenza.backends.base import RunnerSetup
-from cadenza.checkpoint.declaration import declare
-from cadenza.checkpoint.dtypes import WeightDType
-from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.checkpoint.tensor_formats import format_of
-from cadenza.checkpoint.tensor_spec import TensorKind
-from cadenza.checkpoint.weights import Weights
+from cadenza.models.declaration import declare
+from cadenza.models.model_config import ModelConfig
+from cadenza.weights.dtypes import WeightDType
+from cadenza.weights.tensor_spec import TensorKind
+from cadenza.weights.weights import Weights
 
 PORTABLE = "portable"
 

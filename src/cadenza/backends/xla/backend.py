@@ -21,10 +21,10 @@ from cadenza.backends.base import (
 from cadenza.backends.xla.device import find_device, memory_of_device, reserve_memory
 from cadenza.backends.xla.ops.native_library import has_native_library, load_native_library
 from cadenza.backends.xla.tables import TABLES, Choice, Table, choose_table
-from cadenza.checkpoint.dtypes import WeightDType
 from cadenza.checkpoint.folder import Checkpoint
-from cadenza.checkpoint.model_config import ModelConfig
 from cadenza.config import KVCacheDType, Ops, Quantization
+from cadenza.models.model_config import ModelConfig
+from cadenza.weights.dtypes import WeightDType
 
 DTYPES: tuple[WeightDType, ...] = ("float32", "bfloat16")
 QUANTIZATIONS: tuple[Quantization, ...] = ("none", "int8", "int4")

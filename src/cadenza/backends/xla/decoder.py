@@ -16,14 +16,14 @@ from cadenza.backends.xla.layers.residual import Residual, StepContext
 from cadenza.backends.xla.layers.weight_source import WeightSource
 from cadenza.backends.xla.ops.reference import OpTable
 from cadenza.backends.xla.ops.table import LayerPools, Linear
-from cadenza.checkpoint.declaration import (
+from cadenza.models.declaration import (
     declare_embedding,
     declare_final_norm,
     declare_head,
     declare_layer,
 )
-from cadenza.checkpoint.rope_factors import rope_factors
-from cadenza.checkpoint.tensor_spec import (
+from cadenza.models.rope_factors import rope_factors
+from cadenza.weights.tensor_spec import (
     AttentionSpec,
     ConvSpec,
     DeltaSpec,

@@ -20,10 +20,10 @@ from cadenza.backends.xla.layers.weight_source import WeightSource
 from cadenza.backends.xla.ops.reference import MAX_TOKENS, OpTable
 from cadenza.backends.xla.ops.table import DecoderSpec, LayerPools
 from cadenza.backends.xla.programs import DeviceState, RowState, StepProgram, state_function
-from cadenza.checkpoint.model_config import ModelConfig
-from cadenza.checkpoint.weights import Weights
-from cadenza.core.step_schema import NUM_EXTRA_LOGIT_ROWS, StepLayout
-from cadenza.core.token_rules import RuleLayout
+from cadenza.batch.step_schema import NUM_EXTRA_LOGIT_ROWS, StepLayout
+from cadenza.batch.token_rules import RuleLayout
+from cadenza.models.model_config import ModelConfig
+from cadenza.weights.weights import Weights
 
 SCOPE = "model"
 """Of the parameters' names."""

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from cadenza.backends.xla.ops.in_range import set_rows
 from cadenza.backends.xla.ops.table import StepArrays
-from cadenza.core.step_schema import LogitInputs
+from cadenza.batch.step_schema import LogitInputs
 
 
 def new_states(count: int, width: int, dtype: Any) -> jax.Array:

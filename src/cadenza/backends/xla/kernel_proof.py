@@ -21,9 +21,9 @@ from cadenza.backends.xla.layers.residual import StepContext
 from cadenza.backends.xla.ops.native_program import Call, NativeProgram, Recorded
 from cadenza.backends.xla.ops.program_ops import Product, ProgramOps
 from cadenza.backends.xla.ops.table import DecoderSpec, LayerPools, StepArrays
+from cadenza.batch.draw_keys import draw_keys
+from cadenza.batch.step_schema import StepLayout
 from cadenza.config import EngineLimits
-from cadenza.core.draw_keys import draw_keys
-from cadenza.core.step_schema import StepLayout
 from cadenza.errors import ConfigError
 from cadenza.kernel_proof import KernelProof
 

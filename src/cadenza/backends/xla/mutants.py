@@ -29,10 +29,10 @@ from cadenza.backends.xla.ops.reference import OpTable
 from cadenza.backends.xla.ops.table import DecoderSpec, KVPool, Linear, StepArrays
 from cadenza.backends.xla.runner import XlaRunner
 from cadenza.backends.xla.tables import MakeOps
-from cadenza.checkpoint.layer_kind import LayerKind
-from cadenza.checkpoint.model_config import ModelConfig
+from cadenza.batch.step_schema import NO_WINDOW_START
 from cadenza.config import Ops
-from cadenza.core.step_schema import NO_WINDOW_START
+from cadenza.models.layer_kind import LayerKind
+from cadenza.models.model_config import ModelConfig
 
 Given = tuple[Any, ...]
 

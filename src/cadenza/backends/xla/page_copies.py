@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cadenza.core.step_schema import Int32Array
+from cadenza.batch.step_schema import Int32Array
 from cadenza.errors import RunnerError
 
 ITEMS_PER_CALL = 16

@@ -45,14 +45,14 @@ from cadenza.backends.xla.page_copies import (
 from cadenza.backends.xla.placement import DevicePlacement
 from cadenza.backends.xla.vision.tower_state import TowerState, tower_state
 from cadenza.backends.xla.wire import are_last_sampled, unpack
-from cadenza.checkpoint.model_config import ModelConfig
-from cadenza.config import PAGE_SIZE_UNIT
-from cadenza.core.step_schema import (
+from cadenza.batch.step_schema import (
     NO_TARGET,
     NUM_EXTRA_LOGIT_ROWS,
     StepLayout,
 )
-from cadenza.core.token_rules import MASK, RuleLayout
+from cadenza.batch.token_rules import MASK, RuleLayout
+from cadenza.config import PAGE_SIZE_UNIT
+from cadenza.models.model_config import ModelConfig
 
 Compiled = Callable[..., Any]
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cadenza.checkpoint.model_config import ModelConfig
+from cadenza.models.model_config import ModelConfig
 
 Tensors = Mapping[str, jax.Array]
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from cadenza.checkpoint.layer_kind import LatentShape
+from cadenza.models.layer_kind import LatentShape
 
 _EPS = 1e-6
 

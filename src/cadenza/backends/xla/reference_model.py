@@ -22,17 +22,17 @@ from cadenza.backends.xla.reference_latent import LatentHeads, new_latent_cache
 from cadenza.backends.xla.reference_recurrences import BlockTensors, net_of, new_state
 from cadenza.backends.xla.reference_rope import reference_rope
 from cadenza.backends.xla.reference_tower import ReferenceTower
-from cadenza.checkpoint.layer_kind import HeadShape, LayerKind
-from cadenza.checkpoint.model_config import (
+from cadenza.models.layer_kind import HeadShape, LayerKind
+from cadenza.models.model_config import (
     CLAMPED_ALPHA,
     CLAMPED_LIMIT,
     Activation,
     ModelConfig,
     SigmoidChoice,
 )
-from cadenza.checkpoint.rope_config import RopeConfig, YarnRopeScaling
-from cadenza.checkpoint.weights import Weights
+from cadenza.models.rope_config import RopeConfig, YarnRopeScaling
 from cadenza.request import Attachment
+from cadenza.weights.weights import Weights
 
 CHUNK = 64
 """Prompt tokens per forward pass; the last chunk is padded."""

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from cadenza.checkpoint.layer_kind import ConvShape, DeltaShape, Recurrence, ScanShape
+from cadenza.models.layer_kind import ConvShape, DeltaShape, Recurrence, ScanShape
 
 State = tuple[jax.Array, jax.Array]
 """The inputs [J - 1, M] of the convolution, oldest first, and a matrix [Hv, Dv, Dk] a head."""

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from cadenza.checkpoint.rope_config import (
+from cadenza.models.rope_config import (
     LinearRopeScaling,
     Llama3RopeScaling,
     LongRopeScaling,

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cadenza.checkpoint.weights import Weights
 from cadenza.vision.processor import ImagePart
 from cadenza.vision.tower_config import (
     PatchTable,
@@ -21,6 +20,7 @@ from cadenza.vision.tower_config import (
     TowerRope,
     VisionConfig,
 )
+from cadenza.weights.weights import Weights
 
 Floats = npt.NDArray[np.float64]
 

@@ -47,10 +47,7 @@ from cadenza.backends.xla.span_passes import SpanPasses
 from cadenza.backends.xla.tables import MakeOps, choose_table
 from cadenza.backends.xla.vision.encoder import ImageEncoder
 from cadenza.backends.xla.vision.host_tables import part_of
-from cadenza.checkpoint.model_config import ModelConfig
-from cadenza.checkpoint.split import Rank, split_model, split_weights
-from cadenza.checkpoint.weights import Weights
-from cadenza.core.step_schema import (
+from cadenza.batch.step_schema import (
     NO_HIDDEN,
     ImageCall,
     Int32Array,
@@ -59,10 +56,13 @@ from cadenza.core.step_schema import (
     SpanCall,
     StepOutput,
 )
-from cadenza.core.whole_spans import SpanShape
+from cadenza.batch.whole_spans import SpanShape
 from cadenza.errors import RunnerError
 from cadenza.kernel_proof import KernelProof
+from cadenza.models.model_config import ModelConfig
+from cadenza.models.split import Rank, split_model, split_weights
 from cadenza.request import Attachment
+from cadenza.weights.weights import Weights
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from cadenza.backends.xla.layers.residual import Residual, StepContext
 from cadenza.backends.xla.ops.reference import OpTable
 from cadenza.backends.xla.ops.table import DecoderSpec, KVPool, LayerPools, StepArrays
 from cadenza.backends.xla.programs import STEP_OPTIONS, DeviceState, StepProgram, span_rows
-from cadenza.core.step_schema import SpanCall, StepLayout
-from cadenza.core.whole_spans import SpanShape
+from cadenza.batch.step_schema import SpanCall, StepLayout
+from cadenza.batch.whole_spans import SpanShape
 from cadenza.errors import RunnerError
 
 Compiled = Callable[..., DeviceState]

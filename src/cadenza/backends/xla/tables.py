@@ -14,12 +14,12 @@ from cadenza.backends.xla.ops.native_library import has_native_library, load_nat
 from cadenza.backends.xla.ops.reference import MAX_TOKENS, OpTable
 from cadenza.backends.xla.ops.split import SplitOps
 from cadenza.backends.xla.ops.table import DecoderSpec
-from cadenza.checkpoint.dtypes import WeightDType
 from cadenza.checkpoint.folder import Checkpoint
-from cadenza.checkpoint.model_config import ModelConfig
-from cadenza.checkpoint.split import obstacle_to_split
 from cadenza.config import Ops
 from cadenza.errors import ConfigError
+from cadenza.models.model_config import ModelConfig
+from cadenza.models.split import obstacle_to_split
+from cadenza.weights.dtypes import WeightDType
 
 MakeOps = Callable[[DecoderSpec], OpTable]
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cadenza.backends.xla.ops.table import StepArrays
-from cadenza.core.step_schema import LAST_SAMPLED, StepLayout
+from cadenza.batch.step_schema import LAST_SAMPLED, StepLayout
 
 
 def unpack(

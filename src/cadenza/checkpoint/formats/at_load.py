@@ -6,14 +6,14 @@ from dataclasses import replace
 import numpy as np
 
 from cadenza.checkpoint.formats.scheme import QuantisationScheme
-from cadenza.checkpoint.json_object import JsonObject
-from cadenza.checkpoint.quantised_weight import QuantisedWeight, quantise_int8
-from cadenza.checkpoint.stored_tensor import AnyArray, StoredWeight
 from cadenza.checkpoint.tensor_formats import needs_8_bits
-from cadenza.checkpoint.tensor_spec import TensorSpec
-from cadenza.checkpoint.weight_format import INT8
-from cadenza.checkpoint.weights import Weights
 from cadenza.config import Quantization
+from cadenza.json_object import JsonObject
+from cadenza.weights.quantised_weight import QuantisedWeight, quantise_int8
+from cadenza.weights.stored_tensor import AnyArray, StoredWeight
+from cadenza.weights.tensor_spec import TensorSpec
+from cadenza.weights.weight_format import INT8
+from cadenza.weights.weights import Weights
 
 SETTING = "cadenza_quantization"
 _KINDS = ("embedding", "head")

@@ -5,11 +5,11 @@ from functools import partial
 
 from cadenza.checkpoint.formats.grouped import Bytes, CodeLayout, unpack_codes
 from cadenza.checkpoint.formats.scheme import ModuleTensors, QuantisationScheme, read_group_size
-from cadenza.checkpoint.json_object import JsonObject, shorten
-from cadenza.checkpoint.stored_tensor import AnyArray, StoredWeight
-from cadenza.checkpoint.tensor_spec import TensorSpec
-from cadenza.checkpoint.weights import Weights
 from cadenza.errors import CheckpointError
+from cadenza.json_object import JsonObject, shorten
+from cadenza.weights.stored_tensor import AnyArray, StoredWeight
+from cadenza.weights.tensor_spec import TensorSpec
+from cadenza.weights.weights import Weights
 
 BITS = 4
 _PER_WORD = 32 // BITS

@@ -22,17 +22,17 @@ from cadenza.checkpoint.formats.grouped import (
 )
 from cadenza.checkpoint.formats.scheme import SCALE_DTYPES, ModuleTensors, QuantisationScheme
 from cadenza.checkpoint.formats.targets import MAX_TARGETS, Target
-from cadenza.checkpoint.json_object import JsonObject, shorten
-from cadenza.checkpoint.quantised_weight import QuantisedWeight
-from cadenza.checkpoint.stored_tensor import (
+from cadenza.errors import CheckpointError
+from cadenza.json_object import JsonObject, shorten
+from cadenza.weights.quantised_weight import QuantisedWeight
+from cadenza.weights.stored_tensor import (
     AnyArray,
     StoredTensor,
     StoredWeight,
 )
-from cadenza.checkpoint.tensor_spec import TensorSpec
-from cadenza.checkpoint.weight_format import GROUP
-from cadenza.checkpoint.weights import Weights
-from cadenza.errors import CheckpointError
+from cadenza.weights.tensor_spec import TensorSpec
+from cadenza.weights.weight_format import GROUP
+from cadenza.weights.weights import Weights
 
 MAX_CONFIG_GROUPS = 256
 MAX_GROUP = 1 << 20

@@ -11,12 +11,12 @@ import numpy as np
 from cadenza.checkpoint.formats.grouped import Bits, Bytes, CodeLayout, as_bits, unpack_codes
 from cadenza.checkpoint.formats.scheme import ModuleTensors, QuantisationScheme, read_group_size
 from cadenza.checkpoint.formats.targets import MAX_TARGETS, compile_pattern
-from cadenza.checkpoint.json_object import JsonObject, shorten
-from cadenza.checkpoint.quantised_weight import InputOrder, QuantisedWeight
-from cadenza.checkpoint.stored_tensor import AnyArray, StoredWeight
-from cadenza.checkpoint.tensor_spec import TensorSpec
-from cadenza.checkpoint.weights import Weights
 from cadenza.errors import CheckpointError
+from cadenza.json_object import JsonObject, shorten
+from cadenza.weights.quantised_weight import InputOrder, QuantisedWeight
+from cadenza.weights.stored_tensor import AnyArray, StoredWeight
+from cadenza.weights.tensor_spec import TensorSpec
+from cadenza.weights.weights import Weights
 
 _FIRST_VERSION = "gptq"
 _SECOND_VERSION = "gptq_v2"

@@ -9,12 +9,12 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from cadenza.checkpoint.dtypes import StoredDType
 from cadenza.checkpoint.formats.scheme import ModuleTensors
-from cadenza.checkpoint.quantised_weight import QuantisedWeight
-from cadenza.checkpoint.stored_tensor import AnyArray, StoredTensor, StoredWeight
-from cadenza.checkpoint.tensor_spec import TensorSpec
-from cadenza.checkpoint.weight_format import GROUP, MXFP4, ScaleType, WeightFormat, code_format
+from cadenza.weights.dtypes import StoredDType
+from cadenza.weights.quantised_weight import QuantisedWeight
+from cadenza.weights.stored_tensor import AnyArray, StoredTensor, StoredWeight
+from cadenza.weights.tensor_spec import TensorSpec
+from cadenza.weights.weight_format import GROUP, MXFP4, ScaleType, WeightFormat, code_format
 
 MXFP4_GROUP = GROUP
 

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from cadenza.checkpoint.declaration import declare
 from cadenza.checkpoint.formats.at_load import with_weights_at_load
 from cadenza.checkpoint.formats.awq import read_awq
 from cadenza.checkpoint.formats.compressed_tensors import read_compressed_tensors
@@ -14,12 +13,13 @@ from cadenza.checkpoint.formats.gptq import read_gptq
 from cadenza.checkpoint.formats.mlx import read_mlx
 from cadenza.checkpoint.formats.mxfp4 import MXFP4_METHOD
 from cadenza.checkpoint.formats.scheme import QuantisationScheme
-from cadenza.checkpoint.json_object import JsonObject, shorten
-from cadenza.checkpoint.model_config import ModelConfig
-from cadenza.checkpoint.stored_tensor import StoredScheme, StoredWeight
-from cadenza.checkpoint.tensor_spec import TensorKind, TensorSpec
-from cadenza.checkpoint.weights import Weights
 from cadenza.errors import CheckpointError
+from cadenza.json_object import JsonObject, shorten
+from cadenza.models.declaration import declare
+from cadenza.models.model_config import ModelConfig
+from cadenza.weights.stored_tensor import StoredScheme, StoredWeight
+from cadenza.weights.tensor_spec import TensorKind, TensorSpec
+from cadenza.weights.weights import Weights
 
 MLX_SETTING = "quantization"
 # MLX writes the first two, with the same content; the last is an old name of the second

@@ -15,11 +15,11 @@ from cadenza.checkpoint.formats.grouped import (
     unpack_codes,
 )
 from cadenza.checkpoint.formats.scheme import SCALE_DTYPES, ModuleTensors, QuantisationScheme
-from cadenza.checkpoint.json_object import JsonObject, shorten
-from cadenza.checkpoint.stored_tensor import StoredWeight
-from cadenza.checkpoint.tensor_spec import TensorSpec
-from cadenza.checkpoint.weights import Weights
 from cadenza.errors import CheckpointError
+from cadenza.json_object import JsonObject, shorten
+from cadenza.weights.stored_tensor import StoredWeight
+from cadenza.weights.tensor_spec import TensorSpec
+from cadenza.weights.weights import Weights
 
 MAX_MODULES = 1 << 17
 _GROUPS = (32, 64, 128)

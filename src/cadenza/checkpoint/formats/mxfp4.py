@@ -7,13 +7,13 @@ import re
 
 from cadenza.checkpoint.formats.grouped import MXFP4_GROUP, mxfp4_weight, unpack_codes
 from cadenza.checkpoint.formats.scheme import ModuleTensors, QuantisationScheme
-from cadenza.checkpoint.quantised_weight import QuantisedWeight
 from cadenza.checkpoint.stacked_experts import part_of_expert
-from cadenza.checkpoint.stored_tensor import StoredTensor, StoredWeight
-from cadenza.checkpoint.tensor_spec import TensorSpec
-from cadenza.checkpoint.weight_format import MXFP4
-from cadenza.checkpoint.weights import Weights
 from cadenza.errors import CheckpointError
+from cadenza.weights.quantised_weight import QuantisedWeight
+from cadenza.weights.stored_tensor import StoredTensor, StoredWeight
+from cadenza.weights.tensor_spec import TensorSpec
+from cadenza.weights.weight_format import MXFP4
+from cadenza.weights.weights import Weights
 
 _EXPERT = re.compile(r"(?P<stack>.+\.experts)\.(?P<index>\d+)\.(?P<part>gate|up|down)_proj\.weight")
 _BLOCK_BYTES = MXFP4_GROUP // 2

@@ -4,13 +4,13 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cadenza.checkpoint.dtypes import StoredDType
-from cadenza.checkpoint.json_object import JsonObject
-from cadenza.checkpoint.stored_tensor import StoredTensor, StoredWeight
-from cadenza.checkpoint.tensor_spec import TensorSpec
-from cadenza.checkpoint.weight_format import GROUP
-from cadenza.checkpoint.weights import Weights
 from cadenza.errors import CheckpointError
+from cadenza.json_object import JsonObject
+from cadenza.weights.dtypes import StoredDType
+from cadenza.weights.stored_tensor import StoredTensor, StoredWeight
+from cadenza.weights.tensor_spec import TensorSpec
+from cadenza.weights.weight_format import GROUP
+from cadenza.weights.weights import Weights
 
 MAX_GROUP = 1 << 20
 SCALE_DTYPES: tuple[StoredDType, ...] = ("float16", "bfloat16", "float32")

@@ -5,8 +5,8 @@ repeated group."""
 import re
 from dataclasses import dataclass
 
-from cadenza.checkpoint.json_object import shorten
 from cadenza.errors import CheckpointError
+from cadenza.json_object import shorten
 
 MAX_PATTERN = 1024
 MAX_TARGETS = 4096

@@ -7,13 +7,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from cadenza.checkpoint.families.family import FULL, LINEAR, SLIDING
-from cadenza.checkpoint.families.hybrid import CONV, MAX_TAPS
 from cadenza.checkpoint.gguf.gemma4 import GEMMA4_KEYS, gemma4_entries
 from cadenza.checkpoint.gguf.latents import LATENT_KEYS, read_latents
 from cadenza.checkpoint.gguf.settings import OF_FAMILY, Row, Settings
-from cadenza.checkpoint.layer_kind import DeltaShape, LayerKind, ScanShape
-from cadenza.checkpoint.model_config import (
+from cadenza.models.families.family import FULL, LINEAR, SLIDING
+from cadenza.models.families.hybrid import CONV, MAX_TAPS
+from cadenza.models.layer_kind import DeltaShape, LayerKind, ScanShape
+from cadenza.models.model_config import (
     MAX_EXPERTS,
     MAX_HEAD_DIM,
     MAX_HEADS,
@@ -21,7 +21,7 @@ from cadenza.checkpoint.model_config import (
     MAX_WIDTH,
     ModelConfig,
 )
-from cadenza.checkpoint.rope_config import (
+from cadenza.models.rope_config import (
     MAX_POSITIONS,
     RopeConfig,
     Sections,

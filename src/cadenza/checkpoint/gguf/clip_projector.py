@@ -10,14 +10,14 @@ import numpy.typing as npt
 
 from cadenza.checkpoint.gguf.reader import GGUFFile
 from cadenza.checkpoint.gguf.tensors import cut_parts
-from cadenza.checkpoint.json_object import JsonObject, shorten
-from cadenza.checkpoint.model_config import ModelConfig
-from cadenza.checkpoint.stored_tensor import StoredTensor, StoredWeight
-from cadenza.checkpoint.tensor_spec import LinearSpec, TensorSpec
-from cadenza.checkpoint.tower_spec import NormSpec, TowerSpec
-from cadenza.checkpoint.towers.reader import TowerReader
 from cadenza.errors import CheckpointError
+from cadenza.json_object import JsonObject, shorten
+from cadenza.models.model_config import ModelConfig
+from cadenza.models.tower_spec import NormSpec, TowerSpec
+from cadenza.models.towers.reader import TowerReader
 from cadenza.vision.tower_config import VisionConfig
+from cadenza.weights.stored_tensor import StoredTensor, StoredWeight
+from cadenza.weights.tensor_spec import LinearSpec, TensorSpec
 
 VISION_PREFIX = "clip.vision."
 

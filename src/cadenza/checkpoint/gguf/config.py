@@ -6,19 +6,19 @@ import math
 import re
 from dataclasses import replace
 
-from cadenza.checkpoint.config_json import parse_model_config
 from cadenza.checkpoint.gguf.architectures import ARCHITECTURES, SECTIONS, Architecture
 from cadenza.checkpoint.gguf.gemma4 import ROPE_FREQUENCIES
 from cadenza.checkpoint.gguf.settings import Row, Settings
-from cadenza.checkpoint.model_config import (
+from cadenza.errors import CheckpointError
+from cadenza.models.config_json import parse_model_config
+from cadenza.models.model_config import (
     MAX_EXPERTS,
     MAX_HEAD_DIM,
     MAX_HEADS,
     MAX_WIDTH,
     ModelConfig,
 )
-from cadenza.checkpoint.other_folders import adapter_text
-from cadenza.checkpoint.rope_config import (
+from cadenza.models.rope_config import (
     MAX_POSITIONS,
     LinearRopeScaling,
     LongRopeScaling,
@@ -29,7 +29,7 @@ from cadenza.checkpoint.rope_config import (
     axes_of,
     format_rope,
 )
-from cadenza.errors import CheckpointError
+from cadenza.weights.other_folders import adapter_text
 
 _TOWER = ("v.", "mm.", "a.")  # how the names of an encoder's and a projector's tensors start
 _TOWER_ALONE = (

@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from cadenza.checkpoint.gguf.reader import MAX_TENSORS, GGUFFile, open_gguf
-from cadenza.checkpoint.json_object import shorten
 from cadenza.errors import CheckpointError
+from cadenza.json_object import shorten
 
 SUFFIX = ".gguf"
 MAX_SPLITS = 4096

@@ -2,21 +2,21 @@
 `gemma4_entries`. The metadata's own numbers are those of full layers; windowed layers have keys
 with `_swa`. The pairs of full layers that do not rotate have a frequency factor of 1e30."""
 
-from cadenza.checkpoint.families.family import FULL, SLIDING
 from cadenza.checkpoint.gguf.settings import Row, Settings
-from cadenza.checkpoint.model_config import (
+from cadenza.errors import CheckpointError
+from cadenza.models.families.family import FULL, SLIDING
+from cadenza.models.model_config import (
     MAX_EXPERTS,
     MAX_HEAD_DIM,
     MAX_HEADS,
     MAX_LAYERS,
     MAX_WIDTH,
 )
-from cadenza.checkpoint.rope_config import (
+from cadenza.models.rope_config import (
     ProportionalRopeScaling,
     RopeConfig,
     format_rope,
 )
-from cadenza.errors import CheckpointError
 
 ROPE_FREQUENCIES = "rope_freqs.weight"
 LAYER_EMBEDDING = "per_layer_token_embd.weight"

@@ -17,14 +17,14 @@ from cadenza.checkpoint.gguf.clip_projector import (
     normalisation_settings,
     siglip_settings,
 )
-from cadenza.checkpoint.stored_tensor import AnyArray, StoredTensor, StoredWeight
-from cadenza.checkpoint.tensor_spec import TensorSpec, tensors_of
-from cadenza.checkpoint.tower_spec import TowerSpec, declare_tower
-from cadenza.checkpoint.towers.gemma3 import GEMMA3
-from cadenza.checkpoint.towers.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from cadenza.errors import CheckpointError
+from cadenza.models.tower_spec import TowerSpec, declare_tower
+from cadenza.models.towers.gemma3 import GEMMA3
+from cadenza.models.towers.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from cadenza.vision.processor import CHANNELS
 from cadenza.vision.tower_config import VisionConfig
+from cadenza.weights.stored_tensor import AnyArray, StoredTensor, StoredWeight
+from cadenza.weights.tensor_spec import TensorSpec, tensors_of
 
 _GEMMA3_MERGE, _GEMMA4_MERGE = 4, 3  # patches on a side of a token, where the file does not say
 

@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from cadenza.checkpoint.gguf.settings import Settings
-from cadenza.checkpoint.layer_kind import LatentShape
-from cadenza.checkpoint.model_config import MAX_EXPERTS, MAX_HEAD_DIM, MAX_WIDTH
-from cadenza.checkpoint.rope_config import RopeConfig, YarnRopeScaling, format_rope
-from cadenza.checkpoint.stored_tensor import StoredTensor, StoredWeight
-from cadenza.checkpoint.tensor_spec import TensorSpec
+from cadenza.models.layer_kind import LatentShape
+from cadenza.models.model_config import MAX_EXPERTS, MAX_HEAD_DIM, MAX_WIDTH
+from cadenza.models.rope_config import RopeConfig, YarnRopeScaling, format_rope
+from cadenza.weights.stored_tensor import StoredTensor, StoredWeight
+from cadenza.weights.tensor_spec import TensorSpec
 
 LATENT_KEYS = frozenset(
     "attention.q_lora_rank attention.key_length_mla attention.value_length_mla expert_gating_func "

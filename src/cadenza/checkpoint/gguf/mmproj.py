@@ -6,7 +6,6 @@ conversion/, tools/mtmd/clip.cpp and gguf-py."""
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from cadenza.checkpoint.declaration import name_some
 from cadenza.checkpoint.gguf.clip_projector import (
     VISION_PREFIX,
     ClipProjector,
@@ -21,14 +20,15 @@ from cadenza.checkpoint.gguf.gemma_mmproj import GEMMA_PROJECTORS
 from cadenza.checkpoint.gguf.qwen_mmproj import QWEN_PROJECTORS
 from cadenza.checkpoint.gguf.reader import GGUFFile, open_gguf
 from cadenza.checkpoint.gguf.tensors import cut_parts
-from cadenza.checkpoint.json_object import JsonObject, shorten
-from cadenza.checkpoint.model_config import ModelConfig
-from cadenza.checkpoint.stored_tensor import StoredTensor, StoredWeight
-from cadenza.checkpoint.tower_spec import TowerLayerSpec, TowerSpec, declare_tower
-from cadenza.checkpoint.towers.idefics3 import IDEFICS3
-from cadenza.checkpoint.towers.reader import VisionFiles, VisionOptions
 from cadenza.errors import CheckpointError
+from cadenza.json_object import JsonObject, shorten
+from cadenza.models.declaration import name_some
+from cadenza.models.model_config import ModelConfig
+from cadenza.models.tower_spec import TowerLayerSpec, TowerSpec, declare_tower
+from cadenza.models.towers.idefics3 import IDEFICS3
+from cadenza.models.towers.reader import VisionFiles, VisionOptions
 from cadenza.vision.tower_config import VisionConfig
+from cadenza.weights.stored_tensor import StoredTensor, StoredWeight
 
 _ARCHITECTURE = "clip"
 _TYPE_KEYS = ("clip.vision.projector_type", "clip.projector_type")

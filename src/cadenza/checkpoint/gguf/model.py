@@ -21,9 +21,6 @@ from cadenza.checkpoint.gguf.reader import GGUFFile
 from cadenza.checkpoint.gguf.settings import Settings
 from cadenza.checkpoint.gguf.tensors import map_tensors
 from cadenza.checkpoint.gguf.tokenizer import Vocabulary, read_gguf_tokenizer, read_vocabulary
-from cadenza.checkpoint.json_object import JsonObject
-from cadenza.checkpoint.model_config import ModelConfig
-from cadenza.checkpoint.outline import outline_of
 from cadenza.checkpoint.pooling_files import DefaultPooling
 from cadenza.checkpoint.tokenizer_files import (
     MAX_TEMPLATES,
@@ -32,11 +29,14 @@ from cadenza.checkpoint.tokenizer_files import (
     check_templates,
     read_tokenizer_files,
 )
-from cadenza.checkpoint.towers.reader import VisionOptions
-from cadenza.checkpoint.weights import Weights
 from cadenza.errors import CheckpointError
+from cadenza.json_object import JsonObject
+from cadenza.models.model_config import ModelConfig
+from cadenza.models.outline import outline_of
+from cadenza.models.towers.reader import VisionOptions
 from cadenza.request import Pooling
 from cadenza.text.tokens.tokenizer import TokenizerSource
+from cadenza.weights.weights import Weights
 
 _TEMPLATE = "tokenizer.chat_template"
 _SPECIAL_IDS = {

@@ -16,12 +16,12 @@ from cadenza.checkpoint.gguf.clip_projector import (
     map_norm,
     normalisation_settings,
 )
-from cadenza.checkpoint.model_config import MAX_LAYERS
-from cadenza.checkpoint.stored_tensor import AnyArray, StoredWeight
-from cadenza.checkpoint.tower_spec import TowerSpec, declare_tower
-from cadenza.checkpoint.towers.qwen import QWEN
 from cadenza.errors import CheckpointError
+from cadenza.models.model_config import MAX_LAYERS
+from cadenza.models.tower_spec import TowerSpec, declare_tower
+from cadenza.models.towers.qwen import QWEN
 from cadenza.vision.tower_config import VisionConfig
+from cadenza.weights.stored_tensor import AnyArray, StoredWeight
 
 _PLACEHOLDER = "<|image_pad|>"
 _TEMPORAL_SIZE = 2

@@ -21,9 +21,9 @@ from cadenza.checkpoint.gguf.types import (
     TENSOR_TYPES,
     TensorType,
 )
-from cadenza.checkpoint.json_object import JsonObject, regular_file_size, shorten
-from cadenza.checkpoint.stored_tensor import FileBytes, MappedFile, map_file
 from cadenza.errors import CheckpointError
+from cadenza.json_object import JsonObject, regular_file_size, shorten
+from cadenza.weights.stored_tensor import FileBytes, MappedFile, map_file
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)

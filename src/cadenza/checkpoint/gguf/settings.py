@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from cadenza.checkpoint.gguf.reader import GGUFFile, GGUFTensor
-from cadenza.checkpoint.json_object import JsonObject, shorten
-from cadenza.checkpoint.model_config import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_WIDTH
 from cadenza.errors import CheckpointError
+from cadenza.json_object import JsonObject, shorten
+from cadenza.models.model_config import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_WIDTH
 
 MAX_FACTORS = 1 << 12
 

@@ -7,24 +7,24 @@ import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from cadenza.checkpoint.declaration import declare, name_some
-from cadenza.checkpoint.dtypes import WeightDType
 from cadenza.checkpoint.gguf import config as gguf_config
 from cadenza.checkpoint.gguf.blocks import ENCODINGS
 from cadenza.checkpoint.gguf.config import Architecture
 from cadenza.checkpoint.gguf.latents import join_latents, latent_parts
 from cadenza.checkpoint.gguf.reader import GGUFFile, GGUFTensor
-from cadenza.checkpoint.layer_kind import ScanShape
-from cadenza.checkpoint.model_config import ModelConfig
-from cadenza.checkpoint.stored_tensor import (
+from cadenza.errors import CheckpointError
+from cadenza.models.declaration import declare, name_some
+from cadenza.models.layer_kind import ScanShape
+from cadenza.models.model_config import ModelConfig
+from cadenza.weights.dtypes import WeightDType
+from cadenza.weights.stored_tensor import (
     MappedFile,
     StoredScheme,
     StoredTensor,
     StoredWeight,
 )
-from cadenza.checkpoint.tensor_spec import TensorSpec
-from cadenza.checkpoint.weights import Weights
-from cadenza.errors import CheckpointError
+from cadenza.weights.tensor_spec import TensorSpec
+from cadenza.weights.weights import Weights
 
 _DTYPES: dict[str, WeightDType] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 # tensors that `read_config` reads

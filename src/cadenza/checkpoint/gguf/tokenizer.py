@@ -12,9 +12,9 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from cadenza.checkpoint.json_object import JsonObject, shorten
-from cadenza.checkpoint.model_config import MAX_VOCAB_SIZE
 from cadenza.errors import CheckpointError
+from cadenza.json_object import JsonObject, shorten
+from cadenza.models.model_config import MAX_VOCAB_SIZE
 
 Step = Mapping[str, object]  # of the `pre_tokenizer` of a tokenizer.json
 

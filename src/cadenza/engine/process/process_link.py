@@ -16,7 +16,6 @@ import msgspec
 
 from cadenza import errors
 from cadenza.config import EngineConfig, EngineLimits
-from cadenza.core.turns import POLICIES
 from cadenza.engine.batch_engine import Cancel, Clock, Command, Emit
 from cadenza.engine.front import LOST, SHUT_DOWN, EngineFront
 from cadenza.engine.process.child_process import ChildProcess
@@ -53,6 +52,7 @@ from cadenza.engine.timeouts import RequestTimeouts
 from cadenza.errors import CadenzaError, ConfigError, EngineUnavailableError, RunnerError
 from cadenza.fingerprint import Fingerprint
 from cadenza.kernel_proof import KernelProof
+from cadenza.scheduler.turns import POLICIES
 
 logger = logging.getLogger(__name__)
 

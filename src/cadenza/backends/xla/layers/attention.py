@@ -15,8 +15,8 @@ from cadenza.backends.xla.ops.table import (
     LayerPools,
     Linear,
 )
-from cadenza.checkpoint.sparse_support import scoring_layers
-from cadenza.checkpoint.tensor_spec import AttentionSpec
+from cadenza.models.sparse_support import scoring_layers
+from cadenza.weights.tensor_spec import AttentionSpec
 
 
 class Attention(NamedTuple):

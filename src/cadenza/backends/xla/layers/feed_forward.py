@@ -11,7 +11,7 @@ from cadenza.backends.xla.layers.residual import Residual
 from cadenza.backends.xla.layers.weight_source import WeightSource
 from cadenza.backends.xla.ops.reference import OpTable
 from cadenza.backends.xla.ops.table import Linear
-from cadenza.checkpoint.tensor_spec import (
+from cadenza.weights.tensor_spec import (
     ExpertMLPSpec,
     GatedMLPSpec,
     LayerSpec,

@@ -9,7 +9,7 @@ import numpy as np
 from cadenza.backends.xla.layers.residual import StepContext
 from cadenza.backends.xla.layers.weight_source import WeightSource
 from cadenza.backends.xla.ops.table import Linear
-from cadenza.checkpoint.declaration import EMBEDDING_NORM, HIDDEN_NORM, declare_input_proj
+from cadenza.models.declaration import EMBEDDING_NORM, HIDDEN_NORM, declare_input_proj
 
 
 class HiddenInput(NamedTuple):

@@ -16,8 +16,8 @@ from cadenza.backends.xla.ops.table import (
     LayerPools,
     Linear,
 )
-from cadenza.checkpoint.layer_kind import LATENT_NORM_EPS
-from cadenza.checkpoint.tensor_spec import LatentSpec
+from cadenza.models.layer_kind import LATENT_NORM_EPS
+from cadenza.weights.tensor_spec import LatentSpec
 
 
 class _QueryLatent(NamedTuple):

@@ -11,8 +11,8 @@ from cadenza.backends.xla.layers.residual import Residual, StepContext
 from cadenza.backends.xla.layers.weight_source import WeightSource
 from cadenza.backends.xla.ops.reference import OpTable
 from cadenza.backends.xla.ops.table import Linear
-from cadenza.checkpoint.declaration import declare_layer_inputs, declare_layer_proj
-from cadenza.checkpoint.tensor_spec import LayerSpec
+from cadenza.models.declaration import declare_layer_inputs, declare_layer_proj
+from cadenza.weights.tensor_spec import LayerSpec
 
 
 class LayerEmbedding(NamedTuple):

@@ -16,7 +16,7 @@ from cadenza.backends.xla.ops.table import (
     ScanInputs,
     ScanWeights,
 )
-from cadenza.checkpoint.tensor_spec import ConvSpec, DeltaSpec, ScanSpec
+from cadenza.weights.tensor_spec import ConvSpec, DeltaSpec, ScanSpec
 
 
 class GatedDelta(NamedTuple):

@@ -17,8 +17,8 @@ from cadenza.backends.xla.ops.table import (
     StepArrays,
     StepStates,
 )
-from cadenza.checkpoint.model_config import ModelConfig
-from cadenza.checkpoint.rope_config import RopeConfig
+from cadenza.models.model_config import ModelConfig
+from cadenza.models.rope_config import RopeConfig
 
 
 class StepContext(NamedTuple):

@@ -13,11 +13,12 @@ import numpy.typing as npt
 
 from cadenza.backends.xla.ops.reference import OpTable
 from cadenza.backends.xla.ops.table import DecoderSpec, Linear, ScaledNorm
-from cadenza.checkpoint.float8_weight import Float8Weight
-from cadenza.checkpoint.host_math import exp
-from cadenza.checkpoint.layer_kind import DeltaShape, ScanShape
-from cadenza.checkpoint.quantised_weight import HostWeight, have_one_order
-from cadenza.checkpoint.tensor_spec import (
+from cadenza.errors import CheckpointError
+from cadenza.models.host_math import exp
+from cadenza.models.layer_kind import DeltaShape, ScanShape
+from cadenza.weights.float8_weight import Float8Weight
+from cadenza.weights.quantised_weight import HostWeight, have_one_order
+from cadenza.weights.tensor_spec import (
     LayerSpec,
     LinearSpec,
     OperandSpec,
@@ -25,9 +26,8 @@ from cadenza.checkpoint.tensor_spec import (
     SpecTree,
     TensorSpec,
 )
-from cadenza.checkpoint.weight_format import WeightFormat
-from cadenza.checkpoint.weights import Weights
-from cadenza.errors import CheckpointError
+from cadenza.weights.weight_format import WeightFormat
+from cadenza.weights.weights import Weights
 
 Node = TypeVar("Node", bound=tuple[Any, ...])
 

@@ -38,7 +38,7 @@ from cadenza.backends.xla.ops.table import (
     LatentLayer,
     StepArrays,
 )
-from cadenza.checkpoint.layer_kind import HeadShape
+from cadenza.models.layer_kind import HeadShape
 
 BLOCK = 128
 """KV positions per softmax block; blocks start at multiples of it."""

@@ -21,9 +21,9 @@ from cadenza.backends.xla.ops.table import (
     Linear,
     StepArrays,
 )
-from cadenza.checkpoint.quantised_weight import HostWeight
-from cadenza.checkpoint.weight_format import WeightFormat
 from cadenza.kernel_proof import ProvenProduct
+from cadenza.weights.quantised_weight import HostWeight
+from cadenza.weights.weight_format import WeightFormat
 
 DEFAULT_CUDA_TOKENS = 2048
 """Enough rows for the tensor cores to be busy; a step of them takes some tens of milliseconds."""

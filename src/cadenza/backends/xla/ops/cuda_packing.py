@@ -16,8 +16,8 @@ from cadenza.backends.xla.ops.native_library import load_native_library
 from cadenza.backends.xla.ops.native_packing import plan_packing
 from cadenza.backends.xla.ops.packed_memory import PackedMemory
 from cadenza.backends.xla.ops.quantised import are_codes, as_floats, as_operand
-from cadenza.checkpoint.quantised_weight import HostWeight
-from cadenza.checkpoint.weight_format import WeightFormat
+from cadenza.weights.quantised_weight import HostWeight
+from cadenza.weights.weight_format import WeightFormat
 
 
 class HeldWeights(NamedTuple):

@@ -15,13 +15,13 @@ import numpy.typing as npt
 from cadenza.backends.xla.ops.float8 import float8_product
 from cadenza.backends.xla.ops.quantised import quantised_product
 from cadenza.backends.xla.ops.table import ExpertChoice, Linear
-from cadenza.checkpoint.model_config import (
+from cadenza.models.model_config import (
     CLAMPED_ALPHA,
     CLAMPED_LIMIT,
     ModelConfig,
     SigmoidChoice,
 )
-from cadenza.checkpoint.weight_format import FLOAT8
+from cadenza.weights.weight_format import FLOAT8
 
 Gate = Callable[[jax.Array, jax.Array], jax.Array]
 """Of a gate and an up projection of one shape."""

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from cadenza.checkpoint.float8_weight import BLOCK, Float8Weight
-from cadenza.checkpoint.quantised_weight import HostWeight
+from cadenza.weights.float8_weight import BLOCK, Float8Weight
+from cadenza.weights.quantised_weight import HostWeight
 
 _HIGHEST = jax.lax.Precision.HIGHEST
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cadenza.backends.xla.ops.quantised import quantise_groups, scale_groups
-from cadenza.checkpoint.quantised_weight import MOST_CODE
+from cadenza.weights.quantised_weight import MOST_CODE
 
 SUB_BLOCK = 16
 """Tokens whose weights have one scale; sub-blocks start at multiples of it."""

@@ -21,8 +21,8 @@ from cadenza.backends.xla.ops.table import (
     DecoderSpec,
     Linear,
 )
-from cadenza.checkpoint.quantised_weight import HostWeight
-from cadenza.checkpoint.weight_format import WeightFormat
+from cadenza.weights.quantised_weight import HostWeight
+from cadenza.weights.weight_format import WeightFormat
 
 DECODE_BUCKET = 64
 """Steps of at most this many tokens use smaller arrays; the arithmetic is the same."""

@@ -9,8 +9,8 @@ import numpy.typing as npt
 
 from cadenza.backends.base import OpTotals, ProductDType
 from cadenza.backends.xla.ops.native_library import load_native_library
-from cadenza.checkpoint.dtypes import WeightDType
 from cadenza.errors import ConfigError
+from cadenza.weights.dtypes import WeightDType
 
 _ALIGNMENT = 64
 _ENTRY_POINTS = {

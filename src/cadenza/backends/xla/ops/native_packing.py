@@ -27,8 +27,8 @@ from cadenza.backends.xla.ops.quantised import (
     formats_of,
     orders_of,
 )
-from cadenza.checkpoint.quantised_weight import FloatsOrCodes, HostWeight
-from cadenza.checkpoint.weight_format import FLOAT8, WeightFormat, joined, panel_formats
+from cadenza.weights.quantised_weight import FloatsOrCodes, HostWeight
+from cadenza.weights.weight_format import FLOAT8, WeightFormat, joined, panel_formats
 
 
 class Packing(NamedTuple):

@@ -38,19 +38,19 @@ from cadenza.backends.xla.ops.table import (
     StepArrays,
     StepStates,
 )
-from cadenza.checkpoint.layer_kind import (
+from cadenza.batch.step_schema import LogitInputs, specs_of
+from cadenza.config import PAGE_SIZE_UNIT
+from cadenza.kernel_proof import ProvenProduct
+from cadenza.models.layer_kind import (
     ConvShape,
     DeltaShape,
     KVGroup,
     Recurrence,
     ScanShape,
 )
-from cadenza.checkpoint.model_config import Activation
-from cadenza.checkpoint.quantised_weight import MOST_CODE, HostWeight
-from cadenza.checkpoint.weight_format import WeightFormat
-from cadenza.config import PAGE_SIZE_UNIT
-from cadenza.core.step_schema import LogitInputs, specs_of
-from cadenza.kernel_proof import ProvenProduct
+from cadenza.models.model_config import Activation
+from cadenza.weights.quantised_weight import MOST_CODE, HostWeight
+from cadenza.weights.weight_format import WeightFormat
 
 _CODE_OF_ACTIVATION: dict[Activation, int] = {
     "silu": 0,

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cadenza.checkpoint.layer_kind import HeadShape
+from cadenza.models.layer_kind import HeadShape
 from cadenza.sparse_prefill import POOL
 
 

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from cadenza.checkpoint.float8_weight import Float8Weight
-from cadenza.checkpoint.quantised_weight import (
+from cadenza.weights.float8_weight import Float8Weight
+from cadenza.weights.quantised_weight import (
     MOST_CODE,
     FloatsOrCodes,
     HostWeight,
@@ -22,7 +22,7 @@ from cadenza.checkpoint.quantised_weight import (
     quantise_int4,
     quantise_int8,
 )
-from cadenza.checkpoint.weight_format import GROUP, INT4, WeightFormat
+from cadenza.weights.weight_format import GROUP, INT4, WeightFormat
 
 SMALLEST_LARGEST = np.float32(2.0**-64)
 """A group whose largest magnitude is smaller counts as zero, so that no later value is denormal."""

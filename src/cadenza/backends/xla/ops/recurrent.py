@@ -23,7 +23,7 @@ from cadenza.backends.xla.ops.table import (
     StepArrays,
     StepStates,
 )
-from cadenza.checkpoint.layer_kind import ConvShape, DeltaShape, ScanShape
+from cadenza.models.layer_kind import ConvShape, DeltaShape, ScanShape
 
 _HIGHEST = jax.lax.Precision.HIGHEST
 UNIT_NORM_EPS = np.float32(1e-6)

@@ -65,17 +65,17 @@ from cadenza.backends.xla.ops.table import (
     StepArrays,
     StepStates,
 )
-from cadenza.checkpoint.layer_kind import (
+from cadenza.errors import ConfigError
+from cadenza.models.layer_kind import (
     ConvShape,
     DeltaShape,
     KVGroup,
     Recurrence,
     ScanShape,
 )
-from cadenza.checkpoint.model_config import Activation
-from cadenza.checkpoint.quantised_weight import HostWeight
-from cadenza.checkpoint.weight_format import FLOAT8, WeightFormat, joined
-from cadenza.errors import ConfigError
+from cadenza.models.model_config import Activation
+from cadenza.weights.quantised_weight import HostWeight
+from cadenza.weights.weight_format import FLOAT8, WeightFormat, joined
 
 MAX_TOKENS = 64
 _HIGHEST = jax.lax.Precision.HIGHEST

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 
 from cadenza.backends.xla.ops.jax_arrays import RULES
 from cadenza.backends.xla.ops.table import StepArrays
-from cadenza.core.step_schema import NO_RULES
-from cadenza.core.token_rules import NONE
+from cadenza.batch.step_schema import NO_RULES
+from cadenza.batch.token_rules import NONE
 
 
 def apply_rules(logits: jax.Array, step: StepArrays, page_size: int) -> jax.Array:

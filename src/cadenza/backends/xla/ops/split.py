@@ -15,8 +15,8 @@ import numpy as np
 from cadenza.backends.xla.ops.attention_reference import KeyBlock
 from cadenza.backends.xla.ops.reference import OpTable
 from cadenza.backends.xla.ops.table import DecoderSpec, HeadFactors, KVPool, Linear, StepArrays
-from cadenza.checkpoint.layer_kind import HeadShape
-from cadenza.checkpoint.split import NUM_SPANS
+from cadenza.models.layer_kind import HeadShape
+from cadenza.models.split import NUM_SPANS
 
 AXIS = "devices"
 """The name of the mesh's axis."""

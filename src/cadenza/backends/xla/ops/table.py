@@ -17,18 +17,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cadenza.checkpoint.dtypes import WeightDType
-from cadenza.checkpoint.layer_kind import (
+from cadenza.batch.step_schema import LogitInputs, RowInputs, TokenInputs, specs_of
+from cadenza.checkpoint.tensor_formats import format_of
+from cadenza.config import KVCacheDType, Quantization
+from cadenza.models.layer_kind import (
     HeadShape,
     LatentShape,
     Recurrence,
 )
-from cadenza.checkpoint.model_config import ModelConfig
-from cadenza.checkpoint.tensor_formats import format_of
-from cadenza.checkpoint.tensor_spec import TensorSpec
-from cadenza.checkpoint.weight_format import FLOAT_FORMATS, WeightFormat
-from cadenza.config import KVCacheDType, Quantization
-from cadenza.core.step_schema import LogitInputs, RowInputs, TokenInputs, specs_of
+from cadenza.models.model_config import ModelConfig
+from cadenza.weights.dtypes import WeightDType
+from cadenza.weights.tensor_spec import TensorSpec
+from cadenza.weights.weight_format import FLOAT_FORMATS, WeightFormat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,11 +20,10 @@ from cadenza.backends.xla.vision.host_tables import PartTables, part_of
 from cadenza.backends.xla.vision.stages import BlockInputs, TowerStages
 from cadenza.backends.xla.vision.tower_state import TowerState
 from cadenza.backends.xla.vision.tower_weights import TowerSource
-from cadenza.checkpoint.model_config import Activation, ModelConfig
-from cadenza.checkpoint.tower_spec import Tower
-from cadenza.checkpoint.weights import Weights
-from cadenza.core.step_schema import ImageCall, Int32Array
+from cadenza.batch.step_schema import ImageCall, Int32Array
 from cadenza.errors import RunnerError
+from cadenza.models.model_config import Activation, ModelConfig
+from cadenza.models.tower_spec import Tower
 from cadenza.request import Attachment
 from cadenza.vision.quanta import (
     Blocks,
@@ -35,6 +34,7 @@ from cadenza.vision.quanta import (
     Workspace,
 )
 from cadenza.vision.tower_config import TowerConfig
+from cadenza.weights.weights import Weights
 
 MakeOps = Callable[[DecoderSpec], OpTable]
 

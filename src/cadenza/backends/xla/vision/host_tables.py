@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cadenza.checkpoint.host_math import power, rotations
+from cadenza.models.host_math import power, rotations
 from cadenza.request import Attachment
 from cadenza.vision.patches import Floats, Indices, PartOrder, band_of, part_order
 from cadenza.vision.processor import CHANNELS, ImagePart

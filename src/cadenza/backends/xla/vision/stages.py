@@ -16,7 +16,7 @@ from cadenza.backends.xla.ops.reference import OpTable
 from cadenza.backends.xla.ops.table import Linear
 from cadenza.backends.xla.vision.tower_state import TowerState, encoder_shape
 from cadenza.backends.xla.vision.tower_weights import ClippedLinear
-from cadenza.checkpoint.tower_spec import Entry, LayerOutput, Norm, Projector, TowerLayer
+from cadenza.models.tower_spec import Entry, LayerOutput, Norm, Projector, TowerLayer
 from cadenza.vision.quanta import Blocks
 from cadenza.vision.tower_config import ProjectorConfig, TowerConfig, VisionConfig
 

@@ -12,8 +12,7 @@ import numpy.typing as npt
 
 from cadenza.backends.xla.layers.weight_source import WeightSource, rows_of
 from cadenza.backends.xla.ops.table import Linear
-from cadenza.checkpoint.tensor_spec import LinearSpec, OperandSpec, TensorSpec
-from cadenza.checkpoint.tower_spec import (
+from cadenza.models.tower_spec import (
     BOUNDS,
     LayerOutput,
     Norm,
@@ -25,6 +24,7 @@ from cadenza.checkpoint.tower_spec import (
     declare_tower,
 )
 from cadenza.vision.tower_config import ProjectorConfig, VisionConfig
+from cadenza.weights.tensor_spec import LinearSpec, OperandSpec, TensorSpec
 
 
 class ClippedLinear(NamedTuple):

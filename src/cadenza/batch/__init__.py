@@ -1,0 +1,17 @@
+"""What a step computes: sequences, the batch of them, and the arrays that it becomes.
+
+Modules:
+
+- `sequence`: the mutable state of one stream
+- `image_cost`: predicts the time of encoding, and learns from measured steps
+- `step_cost`: predicts the time of a step, and bounds it
+- `whole_spans`: bidirectional image blocks: no step ends within one; work items of long ones
+- `sequence_list`: sequences in an order, with removal in constant time; the rows of running ones
+- `batch`: the sequences of a step, their numbers of tokens, and the logits that it needs
+- `step_schema`: every per-step field, declared once; uploads and views follow
+- `packing`: a `Batch` becomes `ModelInputs`
+- `token_rules`: a row's penalties, biases and bans as one record
+- `prompt_rows`: positions of a prompt that still need a logit row; embeddings
+- `draw_keys`: keys of random draws
+- `recurrent_state`: the state slots of one sequence, and the snapshots that it wants
+"""

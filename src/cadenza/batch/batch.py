@@ -1,0 +1,236 @@
+"""`Batch`: the sequences of one step, how many tokens each computes, and which logits it needs. Has
+no arrays: `core.packing` converts a batch to those of `core.step_schema`. Invariant: an entry's
+logit positions belong to its own sequence, in ascending order."""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from cadenza.batch.image_cost import NO_LOAD, ImageLoad
+from cadenza.batch.recurrent_state import KeptState
+from cadenza.batch.sequence import PageCopy, Sequence
+from cadenza.batch.step_cost import StepLoad, num_keys
+from cadenza.batch.step_schema import NO_SCORES, ImageCall
+from cadenza.batch.whole_spans import SpanRows
+from cadenza.events import Preparing, Started
+from cadenza.request import Attachment
+
+ImageKey = tuple[str, bytes]
+
+NO_POSITIONS = range(0)
+
+
+@dataclass(slots=True, eq=False)
+class EncodedImage:
+    """An image that has slots. `slots`: [N], one for each placeholder, in order. `is_ready`: all
+    steps that are launched from now on may read the slots. `num_pins`: launched steps that read or
+    write them and have not been read. `is_dropped`: it is not found any more; its slots are free
+    once nothing pins it. `first_user`: the request whose tokens were the first to read them; None
+    before."""
+
+    key: ImageKey
+    slots: npt.NDArray[np.int32]
+    is_ready: bool = False
+    num_pins: int = 0
+    is_dropped: bool = False
+    first_user: int | None = None
+
+
+class SeenImage(NamedTuple):
+    """An image of which a step computes tokens, and its slots."""
+
+    attachment: Attachment
+    image: EncodedImage
+
+
+@dataclass(slots=True, eq=False)
+class BatchEntry:
+    """`num_new_tokens` tokens of `sequence`, starting at position `start`. The last of them are
+    `drafts`, after the sequence's own. The step has a logit row for each of the positions
+    `prompt_rows` of the prompt and samples `num_choices` tokens, each from the logits of the
+    previous position: one after the sequence's last token and one after each draft; 0 if the entry
+    ends before the sequence's last token. Of a constrained sequence `masks` are what each choice is
+    made from; without drafts they may be left out. `num_preemptions` is the sequence's value at
+    launch: if it has increased by the time the step is read, the entry's KV has been freed, but its
+    token is still valid. `images` are those of which it computes tokens. Of a prompt scorer: the
+    last of its tokens scores the first `num_scored` of the prompt, if any. With a recurrent state
+    the entry begins with that of slot `state_start`, or with zeros if that is None, and keeps those
+    in `kept_states`, in ascending order. Until it is added to a batch, `num_new_tokens` are the
+    sequence's own, without drafts. When the step has been applied, `num_accepted` of the drafts
+    have become the sequence's."""
+
+    sequence: Sequence
+    row: int
+    start: int
+    num_new_tokens: int
+    num_choices: int
+    num_preemptions: int
+    drafts: tuple[int, ...] = ()
+    masks: tuple[bytes, ...] = ()
+    prompt_rows: range = NO_POSITIONS
+    state_start: int | None = None
+    kept_states: tuple[KeptState, ...] = ()
+    num_accepted: int = 0
+    images: tuple[SeenImage, ...] = ()
+    num_scored: int = NO_SCORES
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num_new_tokens
+
+    def launch(self) -> None:
+        """Counts its tokens, drafts among them, as launched; what it samples is known then."""
+        sequence, num_drafts = self.sequence, len(self.drafts)
+        end = self.start + self.num_new_tokens
+        if end == sequence.num_tokens:
+            self.num_choices = 1 + num_drafts
+            sequence.num_pending_tokens += self.num_choices
+        self.num_new_tokens += num_drafts
+        sequence.num_computed_tokens = end = end + num_drafts
+        if sequence.prompt_rows is not None:
+            self.prompt_rows = sequence.prompt_rows.launch(self.start, end)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpanStep:
+    """Work items of a span that a step computes before its tokens: `rows` of passes over the
+    positions [start, stop) of `sequence`. `images`: of its tokens. `is_first`: the first work item
+    is among them. `max_rows`: of the runner's passes."""
+
+    sequence: Sequence
+    row: int
+    start: int
+    stop: int
+    rows: tuple[SpanRows, ...]
+    is_first: bool
+    max_rows: int
+    images: tuple[SeenImage, ...] = ()
+
+
+class PageUpdate(NamedTuple):
+    """Sets one entry of a row's page table."""
+
+    row: int
+    table_index: int
+    page_id: int
+
+
+@dataclass(slots=True, eq=False)
+class Batch:
+    """One step, filled by the scheduler and not modified after launch.
+
+    Logit rows of prompts come first, then those for sampling, both in entry order.
+
+    Args:
+        entries: sorted by row.
+        started: one for each request that got its first row.
+        written_pages: pages written by the step, pinned until it is read.
+        state_slots: slots of states that the step reads or writes, pinned likewise.
+        page_updates: page-table entries not yet on the device.
+        page_copies: copies made before the step.
+        image_calls: encoding done before its tokens, of which there may then be none.
+        image_load: what that computes.
+        quanta_for: the sequences that images are encoded for, and that of `span`.
+        span: work items of a span, computed before its tokens, of which there may then be none.
+        span_load: what these compute.
+        images: that it reads or writes, pinned until it is read.
+        preparing: one for each waiting request whose prompt begins to be scored, or whose next
+            image begins to be encoded.
+        scored: what the prompt scorer computes with it, as a step of its own; None for nothing.
+        num_keys: that its tokens attend to (`StepLoad`).
+        has_drafts: how far the sequences have got is known only when the step has been read.
+        needs_masks: it samples tokens of constrained sequences, which their tokens so far decide.
+        has_pooled: it has a logit row of a pooled sequence.
+        has_states: its sequences have a recurrent state.
+        has_images: it computes tokens of images.
+    """
+
+    step_id: int
+    entries: list[BatchEntry] = field(default_factory=list[BatchEntry])
+    started: list[Started] = field(default_factory=list[Started])
+    written_pages: list[int] = field(default_factory=list[int])
+    state_slots: list[int] = field(default_factory=list[int])
+    page_updates: list[PageUpdate] = field(default_factory=list[PageUpdate])
+    page_copies: list[PageCopy] = field(default_factory=list[PageCopy])
+    image_calls: list[ImageCall] = field(default_factory=list[ImageCall])
+    image_load: ImageLoad = NO_LOAD
+    quanta_for: list[Sequence] = field(default_factory=list[Sequence])
+    span: SpanStep | None = None
+    span_load: ImageLoad = NO_LOAD
+    images: list[EncodedImage] = field(default_factory=list[EncodedImage])
+    preparing: list[Preparing] = field(default_factory=list[Preparing])
+    scored: "Batch | None" = None
+    num_tokens: int = 0
+    num_keys: int = 0
+    num_choices: int = 0
+    num_prompt_rows: int = 0
+    has_drafts: bool = False
+    needs_masks: bool = False
+    has_pooled: bool = False
+    has_states: bool = False
+    has_images: bool = False
+
+    def add(self, entry: BatchEntry) -> None:
+        """Adds an entry, whose numbers of tokens, choices and rows are final."""
+        sequence, count, num_choices = entry.sequence, entry.num_new_tokens, entry.num_choices
+        self.entries.append(entry)
+        self.num_tokens += count
+        self.num_keys += num_keys(entry.start, count)
+        self.num_choices += num_choices
+        self.num_prompt_rows += len(entry.prompt_rows)
+        if entry.drafts:
+            self.has_drafts = True
+        if num_choices and sequence.constraint is not None:
+            self.needs_masks = True
+        if sequence.pool is not None:
+            self.has_pooled = True
+        if entry.images:
+            self.has_images = True
+
+    @property
+    def has_quanta(self) -> bool:
+        return bool(self.image_calls) or self.span is not None
+
+    @property
+    def has_side_work(self) -> bool:
+        return self.has_quanta or self.scored is not None
+
+    def write_pages(self, sequence: Sequence, start: int, end: int, page_size: int) -> None:
+        """Writes the KV of tokens [start, end); sends pages that the device does not know."""
+        table = sequence.page_table
+        self.written_pages += table[start // page_size : (end - 1) // page_size + 1]
+        if sequence.num_sent_pages < len(table):
+            assert sequence.row is not None, "a sequence without a row computes nothing"
+            self.send_pages(sequence.row, table, sequence.num_sent_pages)
+            sequence.num_sent_pages = len(table)
+
+    def send_pages(self, row: int, table: list[int], first: int) -> None:
+        new = range(first, len(table))
+        self.page_updates += [PageUpdate(row, index, table[index]) for index in new]
+
+    @property
+    def hidden_rows(self) -> list[int]:
+        """The logit rows of pooled sequences, ascending; the step gives their hidden states."""
+        if not self.has_pooled:
+            return []
+        found: list[int] = []
+        stop = 0
+        for num_rows in (
+            [len(entry.prompt_rows) for entry in self.entries],
+            [entry.num_choices for entry in self.entries],
+        ):
+            for entry, count in zip(self.entries, num_rows, strict=True):
+                start, stop = stop, stop + count
+                if entry.sequence.pool is not None:
+                    found += range(start, stop)
+        return found
+
+    @property
+    def load(self) -> StepLoad:
+        return StepLoad(
+            num_tokens=self.num_tokens,
+            num_logits=self.num_choices + self.num_prompt_rows,
+            num_keys=self.num_keys,
+        )

@@ -1,0 +1,286 @@
+"""`Sequence`: the engine's mutable state of one output stream: tokens, progress, page ids; not the
+pool, the batch or the device. Invariant: `num_computed_tokens` <= `num_tokens`, of which only the
+last `num_pending_tokens` have not been read back."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
+
+from cadenza.batch.prompt_rows import Pool, PromptRowsProgress
+from cadenza.batch.recurrent_state import SequenceState
+from cadenza.batch.whole_spans import WholeSpan
+from cadenza.drafting.drafts import Drafting
+from cadenza.events import CacheMiss, FinishReason, WholePromptReason
+from cadenza.request import Request, SamplingParams
+from cadenza.sparse_prefill import KeptTokens
+from cadenza.structured import Constraint
+from cadenza.tenant import Tenant
+
+MAX_FORCED_TOKENS = 16
+"""Tokens that are appended at once because no others may follow; a step computes them together."""
+
+
+class PageCopy(NamedTuple):
+    """Copies the KV of the first `num_tokens` tokens; a step writes the other slots before they are
+    read."""
+
+    source: int
+    destination: int
+    num_tokens: int
+
+
+class WaitReason(Enum):
+    """Why a waiting sequence did not start in the newest step."""
+
+    TURN = "turn"  # others come before it
+    ROW = "row"  # all are taken
+    PAGES = "pages"  # too few are free
+    QUOTA = "quota"  # its tenant's pages are in use
+    STEP = "step"  # it has no room for more prompts
+    SAMPLE = "sample"  # another one of its request computes the prompt
+    PREFIX = "prefix"  # another request computes the beginning of its prompt
+    DISK = "disk"  # its pages are being read from the page folder
+    IMAGE = "image"  # its next one is not encoded
+    SCORES = "scores"  # its prompt's, for a sparse prefill
+    RETRY = "retry"  # sequences of a failed step are computed before, one at a time
+
+
+class SequenceStatus(Enum):
+    """Queued, in a row of the batch, or ended."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Sequence:
+    """One stream of a request: number `sample` of `siblings` (empty if the request has only one).
+
+    Args:
+        arrived_s: when it was submitted, by the engine's clock.
+        wait_reason: why it did not start in the newest step, if that step got as far as to it.
+        token_ids: the prompt, or what is kept of it, and all tokens read back so far.
+        kept: the tokens that are computed of a pruned prompt; a position is a place
+            among these. None while they are not known, and where the whole prompt is computed.
+        whole_because: why it is, although its request has a sparse prefill.
+        page_copy: the page copy to make before its next step; None after that step's launch.
+        num_computed_tokens: tokens whose KV exists once the launched steps have run.
+        num_pending_tokens: tokens sampled by launched steps that have not been read; all drafts
+            are taken for accepted until then.
+        num_void_choices: choices of launched steps whose tokens were known before they were read.
+        has_started: it has had a row.
+        is_retried: a step with it failed, and it has not sampled since; its steps are its own.
+        num_cached_tokens: prompt tokens whose KV was shared at its first start; None before. A
+            sample that another engine began has that engine's number.
+        cache_miss: where and why the look-up of its prompt ended at its first start, if early.
+        num_sent_pages: entries of the page table already sent to the device.
+        state: the recurrent state of its row; None without one, and while it has no row.
+        published_serial: the prefix cache's serial of its last published page; None after a
+            key collision, or where the tenant's share of the cache is in use: both end publication.
+        awaited_key: the key of a page that another sequence computes, for which this one waits.
+        whole_spans: of its prompt; empty if its tokens attend to earlier ones only.
+        prompt_rows: None if none are needed but that of the prompt's last token.
+        pool: of its hidden states; None if it is not pooled.
+        drafting: None if its steps verify no drafts.
+        constraint: has accepted its generated tokens; None if every token is allowed.
+        takes_forced: tokens that must follow are appended without being sampled.
+        num_uncharged_tokens: such tokens that its tenant has not been charged for.
+    """
+
+    request_id: int
+    request: Request
+    seed: int
+    max_num_tokens: int
+    stop_token_ids: frozenset[int]
+    token_ids: list[int]
+    kept: KeptTokens | None = None
+    whole_because: WholePromptReason | None = None
+    arrived_s: float = 0.0
+    sample: int = 0
+    siblings: list["Sequence"] = field(default_factory=list["Sequence"])
+    status: SequenceStatus = SequenceStatus.WAITING
+    wait_reason: WaitReason | None = None
+    row: int | None = None
+    page_table: list[int] = field(default_factory=list[int])
+    page_copy: PageCopy | None = None
+    page_keys: list[bytes] = field(default_factory=list[bytes])
+    num_computed_tokens: int = 0
+    num_pending_tokens: int = 0
+    num_void_choices: int = 0
+    has_started: bool = False
+    is_retried: bool = False
+    num_cached_tokens: int | None = None
+    cache_miss: CacheMiss | None = None
+    num_published_pages: int = 0
+    published_serial: int | None = 0
+    awaited_key: bytes | None = None
+    num_sent_pages: int = 0
+    state: SequenceState | None = None
+    num_preemptions: int = 0
+    whole_spans: tuple[WholeSpan, ...] = ()
+    prompt_rows: PromptRowsProgress | None = None
+    pool: Pool | None = None
+    drafting: Drafting | None = None
+    constraint: Constraint | None = None
+    takes_forced: bool = True
+    num_uncharged_tokens: int = 0
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.request.params
+
+    @property
+    def tenant(self) -> Tenant:
+        return self.request.tenant
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Those that are computed."""
+        kept = self.kept
+        return len(self.request.prompt_token_ids) if kept is None else kept.num_tokens
+
+    @property
+    def num_skipped_tokens(self) -> int:
+        """By how much the index of a generated token exceeds its position."""
+        return 0 if self.kept is None else self.kept.num_skipped
+
+    @property
+    def awaits_kept(self) -> bool:
+        """True while it is not known which tokens of its prompt are computed."""
+        is_thinned = self.request.sparse_prefill is not None
+        return is_thinned and self.kept is None and self.whole_because is None
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and generated tokens, including those not yet read."""
+        return len(self.token_ids) + self.num_pending_tokens
+
+    @property
+    def num_generated_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Tokens still to be computed; 0 if its last token is already being sampled."""
+        num_pending = self.num_pending_tokens
+        num_tokens = len(self.token_ids) + num_pending
+        if num_pending and num_tokens >= self.max_num_tokens:
+            return 0
+        return num_tokens - self.num_computed_tokens
+
+    @property
+    def has_forced_tokens(self) -> bool:
+        """True if the tokens still to be computed are the newest one and forced ones after it."""
+        return (
+            self.constraint is not None
+            and self.num_computed_tokens >= self.num_prompt_tokens
+            and 1 < self.num_uncomputed_tokens <= 1 + MAX_FORCED_TOKENS
+        )
+
+    @property
+    def is_prompt_only(self) -> bool:
+        return self.max_num_tokens == self.num_prompt_tokens
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status is SequenceStatus.FINISHED
+
+    @property
+    def is_fresh(self) -> bool:
+        return self.status is SequenceStatus.WAITING and self.num_tokens == self.num_prompt_tokens
+
+    @property
+    def fork_source(self) -> "Sequence | None":
+        """A running sibling with the prompt's KV and state but for the last token, which each
+        stream recomputes to sample."""
+        if not self.is_fresh or self.needs_prompt_rows:
+            return None
+        for sibling in self._running_siblings():
+            if not sibling.is_before_fork and sibling.has_fork_state:
+                return sibling
+        return None
+
+    @property
+    def is_expecting_source(self) -> bool:
+        """True while a running sibling has not yet computed the prompt that this one will share."""
+        if not self.is_fresh or self.needs_prompt_rows:
+            return False
+        is_coming = any(sibling.is_before_fork for sibling in self._running_siblings())
+        return is_coming and self.fork_source is None
+
+    @property
+    def is_before_fork(self) -> bool:
+        most = self.num_prompt_tokens - 1
+        return self.num_computed_tokens < most or self.page_copy is not None
+
+    @property
+    def has_fork_state(self) -> bool:
+        """Has the state after the prompt without its last token, or needs none; missing where slots
+        were too few."""
+        state = self.state
+        return state is None or self.num_prompt_tokens == 1 or state.for_samples is not None
+
+    @property
+    def awaits_fork(self) -> bool:
+        return any(each.is_fresh for each in self.siblings)
+
+    @property
+    def needs_prompt_rows(self) -> bool:
+        """True while logit rows of the prompt are missing; it must then be computed."""
+        return self.prompt_rows is not None and not self.prompt_rows.is_complete
+
+    def _running_siblings(self) -> list["Sequence"]:
+        return [each for each in self.siblings if each.status is SequenceStatus.RUNNING]
+
+    def thin_out(self, kept: KeptTokens) -> None:
+        """Makes it one over the tokens of its prompt that are kept; nothing is computed yet."""
+        assert self.awaits_kept, "its prompt is thinned out once, or not at all"
+        assert kept.num_prompt_tokens == len(self.token_ids), "the kept tokens are another prompt's"
+        self.token_ids = [*kept.of_prompt(self.token_ids)]
+        self.max_num_tokens -= kept.num_skipped
+        self.kept = kept
+        # What was looked up so far was the whole prompt.
+        self.page_keys = []
+        self.awaited_key = None
+
+    def append(self, token_id: int) -> FinishReason | None:
+        """Returns the finish reason of the last token: a stop token at the maximum length counts as
+        "stop", as does one after which the constraint allows none."""
+        self.token_ids.append(token_id)
+        self.num_pending_tokens -= 1
+        self.is_retried = False
+        if token_id in self.stop_token_ids:
+            return "stop"
+        if self.constraint is not None:
+            self.constraint.accept(token_id)
+            if self.constraint.is_complete:
+                return "stop"
+        return "length" if len(self.token_ids) >= self.max_num_tokens else None
+
+    def append_forced(self, token_id: int) -> FinishReason | None:
+        """Appends a token without sampling; a launched step's sample in its place is discarded."""
+        if self.num_pending_tokens:
+            self.num_void_choices += 1
+        else:
+            self.num_pending_tokens += 1
+            self.num_uncharged_tokens += 1
+        return self.append(token_id)
+
+    def drop_drafts(self) -> None:
+        """After a step with drafts was read: KV of tokens that it did not sample is discarded."""
+        self.num_pending_tokens = 0
+        self.num_computed_tokens = min(self.num_computed_tokens, len(self.token_ids) - 1)
+
+    def rewind(self) -> None:
+        """Resets row, pages and progress; keeps the tokens, so that the stream can continue."""
+        self.row = None
+        self.page_table = []
+        self.page_copy = None
+        self.num_computed_tokens = 0
+        self.num_published_pages = 0
+        self.published_serial = 0
+        self.num_sent_pages = 0
+        self.state = None
+        if self.prompt_rows is not None:
+            self.prompt_rows.rewind()

@@ -1,0 +1,321 @@
+"""`PrefixCache`: finds pages whose KV exists; `InFlightPrefixes`: who computes others; `Prefix`:
+what exists of a sequence before it starts. Invariants: a hit is confirmed by comparing contents, so
+that a key collision is a miss and never wrong output; the sequence that computes an awaited page
+runs."""
+
+from collections import OrderedDict
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from itertools import islice, takewhile
+from typing import NamedTuple
+
+from cadenza.batch.sequence import Sequence
+from cadenza.kv.page_keys import Content, PageContent, PageKeys, PrefixDigest
+
+MAX_LOOKUPS = 16
+"""Waiting sequences of which it is remembered what they would find; the oldest is forgotten."""
+
+MAX_EVICTED_KEYS = 1 << 16
+"""Keys of removed pages that are remembered."""
+
+MAX_COMPARED_PAGES = 16
+"""Pages after one prefix, newest first, with which a page that is missing is compared."""
+
+MAX_REMOVED_PAGES = 1 << 12
+"""Prefixes of which the content of the newest removed page after them is remembered."""
+
+ROOT = 0
+"""The parent serial of a first page."""
+
+
+@dataclass(frozen=True, slots=True)
+class CachedPage:
+    """A published page's content and the serial of the page before it. Serials are unique, so
+    `parent_serial` identifies the complete prefix before the page, which the parent's key alone
+    would not."""
+
+    serial: int
+    key: bytes
+    parent_serial: int
+    parent_key: bytes
+    content: PageContent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Lookup:
+    """Valid until one of its pages is forgotten or a page with `missing_key` is published."""
+
+    keys: SequenceOf[bytes]
+    num_pages: int
+    page_ids: tuple[int, ...]
+    page_set: frozenset[int]
+    serial: int
+    missing_key: bytes | None
+
+
+class _Branches:
+    """The contents of pages by the key of the prefix before them, which is one of one salt."""
+
+    def __init__(self) -> None:
+        self._pages: dict[bytes, dict[int, PageContent]] = {}
+        self._removed: OrderedDict[bytes, PageContent] = OrderedDict()
+
+    def add(self, parent: bytes, page_id: int, page: PageContent) -> None:
+        self._pages.setdefault(parent, {})[page_id] = page
+
+    def remove(self, parent: bytes, page_id: int) -> None:
+        pages = self._pages[parent]
+        self._removed[parent] = pages.pop(page_id)
+        self._removed.move_to_end(parent)
+        if not pages:
+            del self._pages[parent]
+        if len(self._removed) > MAX_REMOVED_PAGES:
+            self._removed.popitem(last=False)
+
+    def has_any(self, parent: bytes) -> bool:
+        return parent in self._pages
+
+    def num_common(self, parent: bytes, page: PageContent) -> int | None:
+        """Tokens shared with the most similar page after `parent`, of at most `MAX_COMPARED_PAGES`
+        and the newest removed; None without one."""
+        pages = self._pages.get(parent, {})
+        others = list(islice(reversed(pages.values()), MAX_COMPARED_PAGES))
+        if parent in self._removed:
+            others.append(self._removed[parent])
+        return max((page.num_common(other) for other in others), default=None)
+
+
+class PrefixCache:
+    """Index of full pages; their keys have a secret, so that clients cannot construct collisions.
+    `digest` follows what is in the index; None while nobody asks for it. Lookups are memoised:
+    waiting sequences repeat theirs in every step until they are admitted."""
+
+    def __init__(self, page_keys: PageKeys) -> None:
+        self.page_size = page_keys.page_size
+        self.page_keys = page_keys
+        self.digest: PrefixDigest | None = None
+        self._page_of_key: dict[bytes, int] = {}
+        self._pages: dict[int, CachedPage] = {}
+        self._num_published = 0
+        self._evicted: OrderedDict[bytes, None] = OrderedDict()
+        self._lookups: dict[int, _Lookup] = {}
+        """By the identity of their lists of keys."""
+        self._branches = _Branches()
+
+    def __len__(self) -> int:
+        return len(self._pages)
+
+    def watch(self) -> PrefixDigest:
+        """The digest, which has all pages of the index from now on."""
+        if self.digest is None:
+            self.digest = PrefixDigest()
+            for cached in self._pages.values():
+                self.digest.add(cached.key)
+        return self.digest
+
+    def find(
+        self, keys: list[bytes], content: Content, *, num_pages: int
+    ) -> tuple[tuple[int, ...], int]:
+        """Page ids and last serial of the longest cached prefix; `keys` must be the same list from
+        `PageKeys.extend` each time."""
+        known = self._lookups.get(id(keys))
+        if known is None or known.num_pages != num_pages:
+            known = self._lookups[id(keys)] = self._look_up(keys, content, num_pages)
+            if len(self._lookups) > MAX_LOOKUPS:
+                del self._lookups[next(iter(self._lookups))]
+        return known.page_ids, known.serial
+
+    def leave(self, keys: list[bytes]) -> None:
+        """The sequence of these keys does not wait any more."""
+        self._lookups.pop(id(keys), None)
+
+    def known(self, keys: SequenceOf[bytes]) -> list[int]:
+        """The pages of `keys`, from the first on, as far as they are in the index."""
+        pages = self._page_of_key
+        return [pages[key] for key in takewhile(pages.__contains__, keys)]
+
+    def goes_on(self, key: bytes) -> bool:
+        """Whether a page is in the index that follows the page of a key."""
+        return self._branches.has_any(key)
+
+    def num_common(self, keys: SequenceOf[bytes], content: Content, index: int) -> int | None:
+        """Tokens that page `index`, perhaps partial, shares with a page known after the same
+        prefix; None if none is."""
+        parent = self._parent_key(keys, content, index)
+        return self._branches.num_common(parent, content.page(index, self.page_size))
+
+    def _look_up(self, keys: list[bytes], content: Content, num_pages: int) -> _Lookup:
+        found: list[int] = []
+        parent = ROOT
+        missing_key: bytes | None = None
+        for index in range(num_pages):
+            key = keys[index]
+            page_id = self._page_of_key.get(key)
+            cached = None if page_id is None else self._pages[page_id]
+            page = content.page(index, self.page_size)
+            if page_id is None or cached is None or not self._is_same(cached, parent, page):
+                missing_key = key
+                break
+            found.append(page_id)
+            parent = cached.serial
+        return _Lookup(
+            keys=keys,
+            num_pages=num_pages,
+            page_ids=tuple(found),
+            page_set=frozenset(found),
+            serial=parent,
+            missing_key=missing_key,
+        )
+
+    def page_of(self, key: bytes) -> int | None:
+        return self._page_of_key.get(key)
+
+    def serial_of(self, page_id: int) -> int:
+        return self._pages[page_id].serial
+
+    def key_of(self, page_id: int) -> bytes:
+        return self._pages[page_id].key
+
+    @property
+    def page_ids(self) -> list[int]:
+        return list(self._pages)
+
+    def tokens_of(self, page_id: int) -> tuple[int, ...]:
+        return self._pages[page_id].content.token_ids
+
+    def publish(
+        self,
+        page_id: int,
+        index: int,
+        keys: SequenceOf[bytes],
+        content: Content,
+        parent_serial: int,
+    ) -> tuple[int | None, bool]:
+        """Returns the next page's parent serial, and whether this page was added: not if its key is
+        in the index. The serial is None if that key belongs to a different prefix."""
+        page, key = content.page(index, self.page_size), keys[index]
+        known = self._page_of_key.get(key)
+        if known is not None:
+            cached = self._pages[known]
+            is_same = self._is_same(cached, parent_serial, page)
+            return (cached.serial if is_same else None), False
+        self._num_published += 1
+        serial, parent_key = self._num_published, self._parent_key(keys, content, index)
+        self._page_of_key[key] = page_id
+        self._evicted.pop(key, None)
+        if self._lookups:
+            self._drop([each for each in self._lookups.values() if each.missing_key == key])
+        self._pages[page_id] = CachedPage(serial, key, parent_serial, parent_key, page)
+        self._branches.add(parent_key, page_id, page)
+        if self.digest is not None:
+            self.digest.add(key)
+        return serial, True
+
+    def forget(self, page_id: int) -> None:
+        if self._lookups:
+            self._drop([each for each in self._lookups.values() if page_id in each.page_set])
+        cached = self._pages.pop(page_id)
+        self._branches.remove(cached.parent_key, page_id)
+        del self._page_of_key[cached.key]
+        if self.digest is not None:
+            self.digest.remove(cached.key)
+        self._evicted[cached.key] = None
+        if len(self._evicted) > MAX_EVICTED_KEYS:
+            self._evicted.popitem(last=False)
+
+    def was_evicted(self, key: bytes) -> bool:
+        """And is not in the index again; the oldest of many are forgotten."""
+        return key in self._evicted
+
+    def check_invariants(self) -> None:
+        assert len(self._page_of_key) == len(self._pages), "index and contents differ in size"
+        for page_id, cached in self._pages.items():
+            assert self._page_of_key[cached.key] == page_id, f"page {page_id}: wrong key"
+
+    def _drop(self, lookups: list[_Lookup]) -> None:
+        for each in lookups:
+            del self._lookups[id(each.keys)]
+
+    @staticmethod
+    def _is_same(cached: CachedPage, parent_serial: int, page: PageContent) -> bool:
+        return cached.parent_serial == parent_serial and cached.content == page
+
+    def _parent_key(self, keys: SequenceOf[bytes], content: Content, index: int) -> bytes:
+        return keys[index - 1] if index else self.page_keys.root(content.salt)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefix:
+    """Pages that already hold the KV of a sequence's first `num_tokens` tokens. The first
+    `num_published` of `page_ids` came from the prefix cache; `serial` is the serial of the last of
+    them. `partial_page` holds the remaining tokens; it is copied, because the sequences write
+    different tokens after them. An unreferenced one is taken over instead if `may_take_over`, or if
+    no other page is left. `num_cached_tokens` is what the sequence reports as cached. With
+    `is_fork` they are those of a sample's sibling. `state_slot` has the recurrent state after these
+    tokens: a prefix of a model with one ends where there is a snapshot. `num_matched` pages are in
+    the prefix cache, with or without one."""
+
+    page_ids: tuple[int, ...] = ()
+    num_tokens: int = 0
+    num_published: int = 0
+    serial: int = ROOT
+    partial_page: int | None = None
+    may_take_over: bool = False
+    num_cached_tokens: int = 0
+    is_fork: bool = False
+    state_slot: int | None = None
+    num_matched: int = 0
+
+
+MAX_WAIT_RATIO = 2
+"""A sequence waits for one that computes at most this many times the tokens to be shared."""
+
+
+class Coming(NamedTuple):
+    """A running sequence, and how many of its pages a waiting one shares and lacks."""
+
+    sequence: Sequence
+    num_pages: int
+
+
+class InFlightPrefixes:
+    """Keys of one prefix cache, each with the sequence that started first to compute its page."""
+
+    def __init__(self) -> None:
+        self._sequence_of: dict[bytes, Sequence] = {}
+        self._computing: set[Sequence] = set()
+
+    def __len__(self) -> int:
+        return len(self._sequence_of)
+
+    def add(self, sequence: Sequence, keys: SequenceOf[bytes]) -> None:
+        for key in keys:
+            if self._sequence_of.setdefault(key, sequence) is sequence:
+                self._computing.add(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        if sequence not in self._computing:
+            return
+        self._computing.remove(sequence)
+        for key in sequence.page_keys:
+            if self._sequence_of.get(key) is sequence:
+                del self._sequence_of[key]
+
+    def is_being_computed(self, key: bytes | None) -> bool:
+        return key in self._sequence_of
+
+    def coming(self, keys: SequenceOf[bytes], page_size: int) -> Coming | None:
+        """The sequence that computes the first missing pages of `keys`, if waiting saves work: they
+        are published with its whole prompt, of which not much more than the shared part may be
+        left."""
+        other = self._sequence_of.get(keys[0]) if keys else None
+        if other is None:
+            return None
+        shared = takewhile(lambda key: self._sequence_of.get(key) is other, keys)
+        num_shared = sum(1 for _ in shared)
+        is_near = other.num_uncomputed_tokens <= MAX_WAIT_RATIO * num_shared * page_size
+        return Coming(other, num_shared) if is_near else None
+
+    def check_invariants(self, running: SequenceOf[Sequence]) -> None:
+        assert self._computing == set(self._sequence_of.values()), "sequences and keys differ"
+        assert self._computing <= set(running), "a page is awaited of a sequence that does not run"

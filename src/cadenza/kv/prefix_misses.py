@@ -1,0 +1,209 @@
+"""Why tokens of a prompt were not found in the prefix cache, and how many were and were not.
+Invariants: hits and misses add up to a prompt's tokens; what others asked has no influence; the
+cost is one look-up for each missing page, and the comparison of one."""
+
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from cadenza.batch.sequence import Sequence
+from cadenza.events import CacheMiss, CacheMissReason
+from cadenza.figures import Figure
+from cadenza.kv.page_keys import Content
+from cadenza.kv.prefix_cache import InFlightPrefixes, PrefixCache
+from cadenza.kv.slot_prefixes import Closest
+
+MissReason = Literal[
+    "cold", "evicted", "in_flight", "no_snapshot", "tail", "prompt_logprobs", "pooling"
+]
+"""In order: never computed, or forgotten long ago; computed, but its page was needed for something
+else since; being computed by a running sequence with too much left to wait for; in the cache,
+but without a snapshot of the recurrent state after it; after the last full page of the prompt, the
+last token among them, which is always computed; computed in any case, for its log probabilities; or
+for the mean of its hidden states. That another tenant has computed the same is no reason of its
+own: it is cold, so that no tenant can learn what others ask."""
+
+MISS_REASONS: tuple[MissReason, ...] = get_args(MissReason)
+
+PrefixMisses = Mapping[MissReason, int]
+"""Tokens by reason."""
+
+
+_THEN: Mapping[CacheMissReason, str] = {
+    "new": ", which ends there",
+    "differs": ", then differs",
+    "evicted": ", whose pages were evicted since",
+    "in_flight": ", which is still being computed",
+    "no_snapshot": ", for all of which there is no snapshot of the recurrent state",
+    "short": "; too few to fill a page",
+    "not_used": "; all are computed for their log probabilities or hidden states",
+}
+
+
+def no_misses() -> dict[MissReason, int]:
+    return dict.fromkeys(MISS_REASONS, 0)
+
+
+def no_missed_prompts() -> dict[CacheMissReason, int]:
+    return dict.fromkeys(get_args(CacheMissReason), 0)
+
+
+OnPrefix = Callable[[Sequence, PrefixMisses], None]
+
+
+@dataclass(slots=True, eq=False)
+class PrefixCounts:
+    """Prompt tokens looked up, found and missing; they never decrease. `num_missed_prompts` are
+    prompts by the reason of their `CacheMiss`; `num_differing_tokens` are those from where a prompt
+    differs from an earlier one, for that reason, to its end. `on_prefix`: called with each sequence
+    that is counted, and with why tokens were missing."""
+
+    on_prefix: OnPrefix | None = None
+    num_queries: int = 0
+    num_hits: int = 0
+    num_misses: dict[MissReason, int] = field(default_factory=no_misses)
+    num_missed_prompts: dict[CacheMissReason, int] = field(default_factory=no_missed_prompts)
+    num_differing_tokens: int = 0
+
+    def add(self, sequence: Sequence, misses: PrefixMisses) -> None:
+        """The prompt of a sequence that starts; once per prompt."""
+        self.num_queries += sequence.num_prompt_tokens
+        self.num_hits += sequence.num_cached_tokens or 0
+        for reason, count in misses.items():
+            self.num_misses[reason] += count
+        miss = sequence.cache_miss
+        if miss is not None:
+            self.num_missed_prompts[miss.reason] += 1
+            if miss.reason == "differs":
+                self.num_differing_tokens += sequence.num_prompt_tokens - miss.shared_tokens
+        if self.on_prefix is not None:
+            self.on_prefix(sequence, misses)
+
+    def check_invariants(self) -> None:
+        num_found = self.num_hits + sum(self.num_misses.values())
+        assert num_found == self.num_queries, "prompt tokens looked up are counted wrongly"
+
+
+PREFIX_FIGURES: tuple[Figure[PrefixCounts], ...] = (
+    Figure(
+        "prefix_cache_queries",
+        "Prompt tokens looked up in the cache.",
+        lambda counts: counts.num_queries,
+        has_vllm_name=True,
+    ),
+    Figure(
+        "prefix_cache_hits",
+        "Prompt tokens found in the cache.",
+        lambda counts: counts.num_hits,
+        has_vllm_name=True,
+    ),
+    Figure(
+        "prefix_cache_differing_tokens",
+        "Tokens of prompts from where they differ from an earlier one of their tenant.",
+        lambda counts: counts.num_differing_tokens,
+        has_vllm_name=True,
+    ),
+    Figure(
+        "prefix_cache_misses",
+        "Prompt tokens looked up and not found.",
+        lambda counts: {str(reason): count for reason, count in counts.num_misses.items()},
+        ("reason",),
+        has_vllm_name=True,
+    ),
+    Figure(
+        "prefix_cache_missed_prompts",
+        "Prompts that were not found whole, by why the look-up ended.",
+        lambda counts: {str(reason): count for reason, count in counts.num_missed_prompts.items()},
+        ("reason",),
+        has_vllm_name=True,
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LookedUpPrompt:
+    """A prompt of `num_tokens` tokens, of which the first `num_found_pages` pages were found, or
+    none because it `is_skipped`: its tokens are computed in any case. The first `num_matched_pages`
+    are in the cache, those after the found ones without a snapshot of the state. `content` may be
+    longer than the prompt, and so may `keys`."""
+
+    keys: SequenceOf[bytes]
+    content: Content
+    num_tokens: int
+    num_found_pages: int
+    num_matched_pages: int
+    is_skipped: bool
+
+
+def misses_in_pages(
+    cache: PrefixCache, in_flight: InFlightPrefixes, prompt: LookedUpPrompt
+) -> dict[MissReason, int]:
+    misses, size = no_misses(), cache.page_size
+    usable = (prompt.num_tokens - 1) // size
+    matched = max(prompt.num_matched_pages, prompt.num_found_pages)
+    misses["no_snapshot"] = (matched - prompt.num_found_pages) * size
+    for key in prompt.keys[matched:usable]:
+        if cache.was_evicted(key):
+            misses["evicted"] += size
+        elif in_flight.is_being_computed(key):
+            misses["in_flight"] += size
+        else:
+            misses["cold"] += size
+    misses["tail"] = prompt.num_tokens - prompt.num_found_pages * size - sum(misses.values())
+    return misses
+
+
+def miss_in_pages(
+    cache: PrefixCache, in_flight: InFlightPrefixes, prompt: LookedUpPrompt
+) -> CacheMiss | None:
+    """Where and why the look-up ended; None if only the page of the last token was not found."""
+    keys, found, size = prompt.keys, prompt.num_found_pages, cache.page_size
+    usable = (prompt.num_tokens - 1) // size
+    if found >= usable > 0:
+        return None
+    known = matched = max(found, prompt.num_matched_pages)
+    while known < usable and _is_known(cache, in_flight, keys[known]):
+        known += 1
+    common = cache.num_common(keys, prompt.content, known)
+    reason: CacheMissReason = "new" if common is None else "differs"
+    if matched > found:
+        reason = "no_snapshot"
+    elif known > found:
+        reason = "evicted" if cache.was_evicted(keys[found]) else "in_flight"
+    if prompt.is_skipped:
+        reason = "not_used"
+    elif not usable:
+        reason = "short"
+    return CacheMiss(
+        shared_tokens=min(known * size + (common or 0), prompt.num_tokens), reason=reason
+    )
+
+
+def miss_in_slots(closest: Closest, num_cached_tokens: int, num_tokens: int) -> CacheMiss | None:
+    """None if all tokens of the prompt were found but the last one."""
+    if num_cached_tokens >= num_tokens - 1:
+        return None
+    return CacheMiss(
+        shared_tokens=closest.num_common, reason="differs" if closest.goes_on else "new"
+    )
+
+
+def _is_known(cache: PrefixCache, in_flight: InFlightPrefixes, key: bytes) -> bool:
+    is_there = cache.page_of(key) is not None
+    return is_there or cache.was_evicted(key) or in_flight.is_being_computed(key)
+
+
+def log_text(misses: PrefixMisses) -> str:
+    """Say `evicted 32, tail 5`."""
+    return ", ".join(f"{reason} {count}" for reason, count in misses.items() if count) or "none"
+
+
+def miss_text(miss: CacheMiss | None, num_tokens: int) -> str:
+    """Where a prompt of `num_tokens` tokens differs from earlier ones; no part of its text."""
+    if miss is None or not miss.shared_tokens:
+        return "" if miss is None else f"; reason: {miss.reason}"
+    return (
+        f"; shares the first {miss.shared_tokens} of {num_tokens} tokens with an earlier prompt "
+        f"of the same tenant and salt{_THEN[miss.reason]}"
+    )
