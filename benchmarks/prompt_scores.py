@@ -20,7 +20,7 @@ from cadenza.backends.base import RunnerSetup
 from cadenza.backends.xla.ops.native import NativeOps
 from cadenza.backends.xla.runner import XlaRunner
 from cadenza.batch.step_schema import ModelInputs
-from cadenza.checkpoint import read_shape, write_random_checkpoint
+from cadenza.checkpoint.random_checkpoint import read_shape, write_random_checkpoint
 from cadenza.config import EngineLimits
 from cadenza.weights.weights import open_weights
 

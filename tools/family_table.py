@@ -13,7 +13,7 @@ import json
 import sys
 from pathlib import Path
 
-from cadenza.checkpoint import named_shape
+from cadenza.checkpoint.random_checkpoint import named_shape
 from cadenza.models.model_config import ModelConfig
 
 ROOT = Path(__file__).parents[1]

@@ -18,8 +18,10 @@ import numpy as np
 import numpy.typing as npt
 from gguf import quants
 
-from cadenza.checkpoint import ModelConfig, declare, open_checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.models.config_json import parse_model_config
+from cadenza.models.declaration import declare
+from cadenza.models.model_config import ModelConfig
 from cadenza.weights.tensor_spec import TensorSpec
 from tools.gguf_tokenizer import GGUFError, write_tokenizer
 

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cadenza.backends.base import Runner
-from cadenza.checkpoint import named_shape
-from cadenza.checkpoint.random_checkpoint import shape_names
+from cadenza.checkpoint.random_checkpoint import named_shape, shape_names
 from cadenza.config import EngineConfig, EngineLimits
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.resumption import ResumedSample, Resumption

@@ -12,18 +12,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cadenza.checkpoint import (
-    Checkpoint,
-    declare,
-    open_checkpoint,
-    open_weights,
-    read_shape,
-)
+from cadenza.checkpoint.folder import Checkpoint
 from cadenza.checkpoint.gguf.types import TENSOR_TYPES
-from cadenza.checkpoint.random_checkpoint import NoiseSource, Shape, write_drawn_checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
+from cadenza.checkpoint.random_checkpoint import (
+    NoiseSource,
+    Shape,
+    read_shape,
+    write_drawn_checkpoint,
+)
 from cadenza.models.config_json import CONFIG_FILE
+from cadenza.models.declaration import declare
 from cadenza.weights.dtypes import FORMAT_OF_NAME, StoredDType
 from cadenza.weights.safetensors_writer import NewTensor, Part, write_shards
+from cadenza.weights.weights import open_weights
 
 Bytes = npt.NDArray[np.uint8]
 Tensors = dict[str, tuple[StoredDType, npt.NDArray[Any]]]

@@ -10,7 +10,7 @@ Whatever changes the plain operations, the programs or the step schema changes t
 import sys
 
 from cadenza.backends.iree.manifest import FOLDER, MANIFEST_FILE
-from cadenza.checkpoint import open_checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.exporting.export import ExportOptions, make_modules
 from cadenza.exporting.folder import encode_manifest, write_modules
 

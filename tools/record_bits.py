@@ -24,13 +24,13 @@ from typing import cast
 
 from rich.progress import track
 
-from cadenza.checkpoint import (
-    Checkpoint,
-    open_checkpoint,
+from cadenza.checkpoint.folder import Checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
+from cadenza.checkpoint.random_checkpoint import (
     read_shape,
+    text_shape_names,
     write_random_checkpoint,
 )
-from cadenza.checkpoint.random_checkpoint import text_shape_names
 from cadenza.config import EngineConfig
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.events import Finished, PromptLogprobs, Started, Token, TokenLogprobs

@@ -21,7 +21,7 @@ from cadenza.backends import find_backend
 from cadenza.bench import OnStatus
 from cadenza.bench.machine import num_usable_cores
 from cadenza.bench.workloads import check_repeats
-from cadenza.checkpoint import Checkpoint
+from cadenza.checkpoint.folder import Checkpoint
 from cadenza.cli.report import counted, picked, section_text
 from cadenza.cli.result import Machine, Result, machine_text
 from cadenza.loading.build import find_configured, open_planned

@@ -31,10 +31,12 @@ import numpy as np
 from gguf import GGMLQuantizationType as Kind
 
 from cadenza.bench.checkpoints import write_random_tokenizer
-from cadenza.checkpoint import ModelConfig, declare, named_shape, open_checkpoint
-from cadenza.checkpoint.random_checkpoint import distribution_of
+from cadenza.checkpoint.opening import open_checkpoint
+from cadenza.checkpoint.random_checkpoint import distribution_of, named_shape
 from cadenza.checkpoint.tokenizer_files import TOKENIZER_FILE
+from cadenza.models.declaration import declare
 from cadenza.models.layer_kind import DeltaShape
+from cadenza.models.model_config import ModelConfig
 from cadenza.weights.tensor_spec import TensorSpec
 
 Array = np.ndarray[Any, Any]

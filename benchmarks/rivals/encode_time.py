@@ -18,7 +18,7 @@ from cadenza.backends.base import RunnerSetup
 from cadenza.backends.xla.ops.native import NativeOps
 from cadenza.backends.xla.runner import XlaRunner
 from cadenza.batch.step_schema import ImageCall, ModelInputs
-from cadenza.checkpoint import open_checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.config import EngineLimits
 from cadenza.request import Attachment
 from cadenza.vision.processor import ImagePart

@@ -1,6 +1,7 @@
 """The tiny shape that the benchmark's suites load: small, and with every operation in it."""
 
-from cadenza.checkpoint import ModelConfig, RopeConfig
+from cadenza.models.model_config import ModelConfig
+from cadenza.models.rope_config import RopeConfig
 
 TINY = ModelConfig(
     family="llama",

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.rivals.beside_openvino import Comparison, judge, read_rival
 from benchmarks.rivals.side_by_side import Round
-from cadenza.checkpoint import named_shape
+from cadenza.checkpoint.random_checkpoint import named_shape
 from tests.checkpoint.config_writer import write_random_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]

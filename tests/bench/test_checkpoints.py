@@ -15,7 +15,7 @@ from cadenza.bench.checkpoints import (
     random_weights,
     write_random_tokenizer,
 )
-from cadenza.checkpoint import open_checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.errors import CheckpointError
 from tests.bench.shapes import TINY
 from tests.checkpoint.config_writer import shape_of

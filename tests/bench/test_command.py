@@ -25,7 +25,7 @@ from cadenza.bench.throughput import (
     measure_throughput,
 )
 from cadenza.bench.workloads import Workload
-from cadenza.checkpoint import open_checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.cli import main
 from cadenza.cli.bench_report import throughput_result, throughput_watch
 from cadenza.cli.status import status_line

@@ -9,7 +9,8 @@ import pytest
 
 from benchmarks.rivals.as_gguf import main
 from cadenza.bench.checkpoints import make_checkpoint, random_weights
-from cadenza.checkpoint import named_shape, open_checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
+from cadenza.checkpoint.random_checkpoint import named_shape
 from tests.checkpoint.config_writer import format_model_config
 
 TINY = named_shape("tiny-qwen3-moe")

@@ -12,7 +12,7 @@ import pytest
 
 from cadenza import EngineConfig
 from cadenza.bench.checkpoints import cached_checkpoint
-from cadenza.checkpoint import open_checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.loading.build import plan_model
 from cadenza.loading.memory import private_memory_bytes
 from cadenza.loading.planned_engine import PlannedEngine

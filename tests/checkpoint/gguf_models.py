@@ -14,19 +14,20 @@ from typing import Any
 import gguf
 import numpy as np
 
-from cadenza.checkpoint import (
+from cadenza.checkpoint.opening import open_checkpoint
+from cadenza.checkpoint.random_checkpoint import named_shape
+from cadenza.models.config_json import parse_model_config
+from cadenza.models.layer_kind import ConvShape, DeltaShape, LayerKind, ScanShape
+from cadenza.models.model_config import ModelConfig
+from cadenza.models.rope_config import (
     LinearRopeScaling,
     Llama3RopeScaling,
     LongRopeScaling,
-    ModelConfig,
+    ProportionalRopeScaling,
     RopeConfig,
     YarnRopeScaling,
-    named_shape,
-    open_checkpoint,
+    axes_of,
 )
-from cadenza.models.config_json import parse_model_config
-from cadenza.models.layer_kind import ConvShape, DeltaShape, LayerKind, ScanShape
-from cadenza.models.rope_config import ProportionalRopeScaling, axes_of
 from tests.checkpoint.config_writer import format_model_config, write_random_checkpoint
 from tests.checkpoint.gguf_random import FACTORS, random_tensor
 

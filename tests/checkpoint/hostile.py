@@ -313,7 +313,7 @@ def write_corpus(root: Path, names: Sequence[str]) -> None:
 
 def use_everything(folder: Path) -> None:
     """What a start does with a folder before any engine."""
-    from cadenza.checkpoint import open_checkpoint
+    from cadenza.checkpoint.opening import open_checkpoint
     from cadenza.frontend.text_frontend import TextFrontend
 
     checkpoint = open_checkpoint(folder)

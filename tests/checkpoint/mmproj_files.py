@@ -12,7 +12,8 @@ from typing import Any
 import gguf
 import numpy as np
 
-from cadenza.checkpoint import Checkpoint, open_checkpoint
+from cadenza.checkpoint.folder import Checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.models.declaration import declare
 from tests.checkpoint.gguf_models import Arrays, Conversion, add_value, describe, rename
 

@@ -10,9 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from cadenza.checkpoint import Weights, declare, named_shape, open_weights
+from cadenza.checkpoint.random_checkpoint import named_shape
 from cadenza.models.config_json import CONFIG_FILE
+from cadenza.models.declaration import declare
 from cadenza.weights.tensor_spec import TensorSpec
+from cadenza.weights.weights import Weights, open_weights
 from tests.checkpoint.config_writer import write_random_checkpoint
 from tests.checkpoint.files import write_tensors
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from cadenza.checkpoint import TensorSpec
+from cadenza.weights.tensor_spec import TensorSpec
 from tests.checkpoint.quantised_folders import Store, packed
 
 ALIGNED: dict[str, Any] = {

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 from cadenza.backends import BACKENDS
-from cadenza.checkpoint import TensorSpec, open_checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.config import EngineConfig
 from cadenza.errors import CheckpointError, ConfigError
 from cadenza.loading.build import describe_backend
 from cadenza.loading.plan import make_plan
 from cadenza.weights.quantised_weight import QuantisedWeight
+from cadenza.weights.tensor_spec import TensorSpec
 from tests.checkpoint.quantised_folders import packed, write_quantised
 
 IGNORED = ["lm_head", "re:.*mlp\\.gate$", "model.layers.0.self_attn.o_proj"]

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from cadenza.checkpoint import named_shape, open_checkpoint
 from cadenza.checkpoint.described_family import DESCRIPTION_FILE
+from cadenza.checkpoint.opening import open_checkpoint
+from cadenza.checkpoint.random_checkpoint import named_shape
 from cadenza.errors import CheckpointError
 from cadenza.weights.weights import SINGLE_FILE
 from tests.checkpoint.config_writer import write_random_checkpoint

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from cadenza.checkpoint import ModelConfig, declare, parse_model_config
 from cadenza.errors import CheckpointError
-from cadenza.models.declaration import declare_layer
-from cadenza.models.model_config import ExpertNames, ExpertsConfig
+from cadenza.models.config_json import parse_model_config
+from cadenza.models.declaration import declare, declare_layer
+from cadenza.models.model_config import ExpertNames, ExpertsConfig, ModelConfig
 from cadenza.weights.tensor_spec import ExpertMLPSpec, GatedMLPSpec
 
 MIXTURES = ("mixtral", "qwen3_moe", "olmoe")

@@ -12,25 +12,18 @@ from typing import Any
 
 import pytest
 
-from cadenza.checkpoint import (
-    LayerKind,
-    LinearRopeScaling,
-    LongRopeScaling,
-    ModelConfig,
-    YarnRopeScaling,
-    check_weights,
-    declare,
-    named_shape,
-    open_weights,
-    parse_model_config,
-)
+from cadenza.checkpoint.random_checkpoint import named_shape
 from cadenza.checkpoint.stacked_experts import split_stacks
 from cadenza.errors import CheckpointError
+from cadenza.models.config_json import parse_model_config
+from cadenza.models.declaration import check_weights, declare
 from cadenza.models.families import FAMILIES
-from cadenza.models.layer_kind import ConvShape, ScanShape
-from cadenza.models.model_config import SigmoidChoice
+from cadenza.models.layer_kind import ConvShape, LayerKind, ScanShape
+from cadenza.models.model_config import ModelConfig, SigmoidChoice
 from cadenza.models.mtp_layout import DEEPSEEK_MTP, QWEN_MTP
+from cadenza.models.rope_config import LinearRopeScaling, LongRopeScaling, YarnRopeScaling
 from cadenza.models.towers.registry import READERS
+from cadenza.weights.weights import open_weights
 from tests.checkpoint.config_writer import format_model_config
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"

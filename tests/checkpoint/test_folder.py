@@ -8,7 +8,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cadenza.checkpoint import GenerationDefaults, open_checkpoint
+from cadenza.checkpoint.generation_defaults import GenerationDefaults
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.errors import CheckpointError
 from tests.checkpoint.files import SMALL_CONFIG, small_model, write_folder, write_tensors
 
@@ -241,7 +242,8 @@ def test_opening_reads_no_weights(tmp_path: Path):
 
 
 def write_sparse_weights(path: Path, config: dict[str, Any]) -> None:
-    from cadenza.checkpoint import declare, parse_model_config
+    from cadenza.models.config_json import parse_model_config
+    from cadenza.models.declaration import declare
 
     header: dict[str, Any] = {}
     position = 0

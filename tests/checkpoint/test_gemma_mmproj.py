@@ -8,9 +8,11 @@ import gguf
 import numpy as np
 import pytest
 
-from cadenza.checkpoint import Checkpoint, named_shape, open_checkpoint
+from cadenza.checkpoint.folder import Checkpoint
 from cadenza.checkpoint.gguf.mmproj import open_projector
 from cadenza.checkpoint.gguf.reader import open_gguf
+from cadenza.checkpoint.opening import open_checkpoint
+from cadenza.checkpoint.random_checkpoint import named_shape
 from cadenza.errors import CheckpointError
 from cadenza.models.declaration import declare
 from cadenza.models.model_config import ModelConfig

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from cadenza.checkpoint import named_shape
+from cadenza.checkpoint.random_checkpoint import named_shape
 from cadenza.errors import CheckpointError
 from cadenza.json_object import JsonObject
 from cadenza.models.towers.reader import VisionOptions

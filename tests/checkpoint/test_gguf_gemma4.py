@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cadenza.checkpoint import open_checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.errors import CheckpointError
 from tests.checkpoint.gguf_models import GEMMAS_4, Conversion, convert
 

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
-from cadenza.checkpoint import LinearRopeScaling, LongRopeScaling, ModelConfig, YarnRopeScaling
 from cadenza.checkpoint.gguf.config import architectures
 from cadenza.checkpoint.gguf.files import open_gguf_files
 from cadenza.checkpoint.gguf.model import read_model
 from cadenza.checkpoint.gguf.reader import GGUFFile
 from cadenza.errors import CheckpointError
 from cadenza.json_object import JsonObject
+from cadenza.models.model_config import ModelConfig
+from cadenza.models.rope_config import LinearRopeScaling, LongRopeScaling, YarnRopeScaling
 from tests.checkpoint.gguf_models import (
     ARCHITECTURES,
     GEMMAS_4,

@@ -7,7 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cadenza.checkpoint import Checkpoint, named_shape, open_checkpoint
+from cadenza.checkpoint.folder import Checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
+from cadenza.checkpoint.random_checkpoint import named_shape
 from cadenza.errors import CheckpointError
 from cadenza.models.declaration import declare
 from cadenza.models.towers.reader import VisionOptions

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cadenza.checkpoint import Checkpoint, open_checkpoint
+from cadenza.checkpoint.folder import Checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.errors import CheckpointError
 from cadenza.models.rope_config import LongRopeScaling, YarnRopeScaling
 from cadenza.models.rope_factors import rope_factors

@@ -13,8 +13,9 @@ import pytest
 from tokenizers import Tokenizer as NativeTokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
-from cadenza.checkpoint import Checkpoint, open_checkpoint
+from cadenza.checkpoint.folder import Checkpoint
 from cadenza.checkpoint.gguf.tokenizer import PRE_TOKENIZERS, read_gguf_tokenizer, read_vocabulary
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.errors import CheckpointError
 from cadenza.json_object import JsonObject
 from cadenza.text import Tokenizer

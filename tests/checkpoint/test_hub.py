@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from cadenza.checkpoint import open_checkpoint
 from cadenza.checkpoint.hub import Hub, is_hub_id
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.errors import CheckpointError, ConfigError
 from cadenza.loading.build import find_checkpoint
 from tests.checkpoint.files import SMALL_CONFIG, encode_file, encode_tensors, small_model

@@ -1,6 +1,7 @@
 """What the states of a hybrid take, beside the keys and values of a dense model of its size."""
 
-from cadenza.checkpoint import count_parameters, named_shape
+from cadenza.checkpoint.random_checkpoint import named_shape
+from cadenza.models.declaration import count_parameters
 
 NUM_ROWS, NUM_TOKENS, SLOTS_PER_ROW = 32, 4000, 2
 

@@ -8,13 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cadenza.checkpoint import Checkpoint, named_shape, open_checkpoint, open_weights
+from cadenza.checkpoint.folder import Checkpoint
 from cadenza.checkpoint.formats.grouped import mxfp4_weight
+from cadenza.checkpoint.opening import open_checkpoint
+from cadenza.checkpoint.random_checkpoint import named_shape
 from cadenza.errors import CheckpointError
 from cadenza.models.config_json import parse_model_config
 from cadenza.models.model_config import ModelConfig
 from cadenza.weights.safetensors_writer import NewTensor, Part, write_shards
 from cadenza.weights.weight_format import INT8, MXFP4, code_format, joined
+from cadenza.weights.weights import open_weights
 from tests.checkpoint.config_writer import format_model_config, write_random_checkpoint
 
 EXPERTS = "model.layers.1.mlp.experts"

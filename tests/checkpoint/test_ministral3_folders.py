@@ -7,9 +7,11 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from cadenza.checkpoint import named_shape, open_checkpoint, open_weights
+from cadenza.checkpoint.opening import open_checkpoint
+from cadenza.checkpoint.random_checkpoint import named_shape
 from cadenza.weights.safetensors_writer import NewTensor, Part, write_shards
 from cadenza.weights.weight_format import FLOAT8
+from cadenza.weights.weights import open_weights
 from tests.checkpoint.config_writer import write_random_checkpoint
 
 LAYER = "model.layers.1.mlp.up_proj"

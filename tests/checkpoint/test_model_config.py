@@ -8,15 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cadenza.checkpoint import (
-    LayerKind,
-    LinearRopeScaling,
-    Llama3RopeScaling,
-    named_shape,
-    parse_model_config,
-)
-from cadenza.checkpoint.random_checkpoint import shape_names
+from cadenza.checkpoint.random_checkpoint import named_shape, shape_names
 from cadenza.errors import CheckpointError
+from cadenza.models.config_json import parse_model_config
+from cadenza.models.layer_kind import LayerKind
+from cadenza.models.rope_config import LinearRopeScaling, Llama3RopeScaling
 from tests.checkpoint.config_writer import format_files, format_model_config
 from tests.checkpoint.files import SMALL_CONFIG
 

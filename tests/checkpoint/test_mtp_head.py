@@ -8,18 +8,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from cadenza.checkpoint import (
-    Checkpoint,
-    ModelConfig,
-    check_weights,
-    declare,
-    named_shape,
-    open_checkpoint,
-    open_weights,
-)
+from cadenza.checkpoint.folder import Checkpoint
 from cadenza.checkpoint.mtp_head import declare_mtp_layers, mtp_head_of
+from cadenza.checkpoint.opening import open_checkpoint
+from cadenza.checkpoint.random_checkpoint import named_shape
 from cadenza.errors import CheckpointError
+from cadenza.models.declaration import check_weights, declare
+from cadenza.models.model_config import ModelConfig
 from cadenza.models.mtp_layout import DEEPSEEK_MTP, QWEN_MTP
+from cadenza.weights.weights import open_weights
 from tests.checkpoint.config_writer import write_random_checkpoint
 
 FIXTURE = Path(__file__).parent.parent / "fixtures" / "mimo-untied-bias"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cadenza.checkpoint import open_checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.errors import CheckpointError
 from tests.checkpoint.files import write_folder
 from tests.checkpoint.gguf_bytes import small_file

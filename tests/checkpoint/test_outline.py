@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from cadenza.checkpoint import open_checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.errors import CheckpointError
 from cadenza.models.outline import DEFAULT_POSITIONS, outline_of, read_outline
 

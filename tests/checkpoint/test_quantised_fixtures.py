@@ -11,13 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cadenza.checkpoint import TensorSpec, Weights
 from cadenza.checkpoint.formats import read_scheme
 from cadenza.checkpoint.formats.gptq import order_of_groups
 from cadenza.errors import CheckpointError
 from cadenza.json_object import JsonObject
 from cadenza.weights.quantised_weight import QuantisedWeight
 from cadenza.weights.safetensors_file import open_safetensors
+from cadenza.weights.tensor_spec import TensorSpec
+from cadenza.weights.weights import Weights
 
 FOLDER = Path(__file__).parent / "quantised_by_others"
 ORDERED = "gptq-int4-desc-act"

@@ -7,12 +7,15 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from cadenza.checkpoint import Checkpoint, declare, named_shape, open_checkpoint
+from cadenza.checkpoint.folder import Checkpoint
 from cadenza.checkpoint.formats.at_load import format_at_load
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.checkpoint.quantised_folder import write_quantised_folder
+from cadenza.checkpoint.random_checkpoint import named_shape
 from cadenza.checkpoint.tensor_formats import format_of
 from cadenza.config import Quantization
 from cadenza.errors import CheckpointError
+from cadenza.models.declaration import declare
 from cadenza.weights.quantised_weight import QuantisedWeight, quantise_int4, quantise_int8
 from cadenza.weights.weight_format import INT4
 from tests.checkpoint.config_writer import write_random_checkpoint

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cadenza.checkpoint import named_shape
+from cadenza.checkpoint.random_checkpoint import named_shape
 from cadenza.checkpoint.tensor_formats import format_of, stored_bytes
 from cadenza.models.declaration import declare
 from cadenza.weights.quantised_weight import GROUP, MOST_CODE, quantise_int4, quantise_int8

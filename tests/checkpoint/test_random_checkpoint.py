@@ -8,9 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cadenza.checkpoint import declare, named_shape, open_checkpoint, random_checkpoint, read_shape
-from cadenza.checkpoint.random_checkpoint import shape_names
+from cadenza.checkpoint import random_checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
+from cadenza.checkpoint.random_checkpoint import named_shape, read_shape, shape_names
 from cadenza.errors import CheckpointError
+from cadenza.models.declaration import declare
 from cadenza.weights.dtypes import WeightDType
 from tests.checkpoint.config_writer import write_random_checkpoint
 

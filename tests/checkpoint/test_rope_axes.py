@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from cadenza.checkpoint import parse_model_config
 from cadenza.errors import CheckpointError
+from cadenza.models.config_json import parse_model_config
 from cadenza.models.rope_config import axes_of
 from tests.checkpoint.config_writer import format_model_config
 

@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cadenza.checkpoint import Checkpoint, ScoreHead, open_checkpoint
+from cadenza.checkpoint.folder import Checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.errors import CheckpointError
+from cadenza.models.score_head import ScoreHead
 from tests.checkpoint.files import small_model, write_folder, write_tensors
 
 

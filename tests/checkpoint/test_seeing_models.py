@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from cadenza.checkpoint import named_shape, open_checkpoint
-from cadenza.checkpoint.random_checkpoint import shape_names, text_shape_names
+from cadenza.checkpoint.opening import open_checkpoint
+from cadenza.checkpoint.random_checkpoint import named_shape, shape_names, text_shape_names
 from cadenza.errors import CheckpointError
 from cadenza.models.towers.reader import VisionOptions
 from cadenza.models.towers.registry import READERS

@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cadenza.checkpoint import open_checkpoint, open_weights
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.errors import CheckpointError
 from cadenza.weights.safetensors_file import open_safetensors
 from cadenza.weights.stored_tensor import AnyArray
+from cadenza.weights.weights import open_weights
 from tests.checkpoint.files import write_tensors
 from tests.checkpoint.quantised_folders import write_quantised
 from tests.checkpoint.quantised_writers import ALIGNED, METHODS

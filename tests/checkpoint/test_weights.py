@@ -11,21 +11,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from cadenza.checkpoint import (
-    check_weights,
-    count_parameters,
-    declare,
-    named_shape,
-    open_checkpoint,
-    open_weights,
-)
 from cadenza.checkpoint.mtp_head import mtp_head_of
-from cadenza.checkpoint.random_checkpoint import text_shape_names
+from cadenza.checkpoint.opening import open_checkpoint
+from cadenza.checkpoint.random_checkpoint import named_shape, text_shape_names
 from cadenza.checkpoint.stacked_experts import split_stacks
 from cadenza.errors import CheckpointError
-from cadenza.models.declaration import EMBEDDING, HEAD
+from cadenza.models.declaration import EMBEDDING, HEAD, check_weights, count_parameters, declare
 from cadenza.models.mtp_layout import QWEN_MTP
 from cadenza.weights.stored_tensor import MappedFile
+from cadenza.weights.weights import open_weights
 from tests.checkpoint.config_writer import write_random_checkpoint
 from tests.checkpoint.files import small_model, write_tensors
 

@@ -20,8 +20,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from cadenza.checkpoint import ModelConfig, RopeConfig
 from cadenza.cli.options import with_flags
+from cadenza.models.model_config import ModelConfig
+from cadenza.models.rope_config import RopeConfig
 from tests.checkpoint.config_writer import write_random_checkpoint
 
 TINY = ModelConfig(

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from cadenza.backends.fake import FakeRunner, FakeStepHandle
 from cadenza.batch.step_schema import ModelInputs
-from cadenza.checkpoint import open_checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.cli.batch_run import BatchRun, Question, told
 from cadenza.cli.generate import report_failures, run_as_json, run_as_text
 from cadenza.cli.generate_report import json_lines

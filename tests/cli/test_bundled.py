@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from cadenza.checkpoint import open_checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
 from tests.cli.harness import Ran
 
 CAPITAL = "The capital of France is"

@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from cadenza.checkpoint import ModelConfig, declare, named_shape, open_checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
+from cadenza.checkpoint.random_checkpoint import named_shape
 from cadenza.cli.info import describe
 from cadenza.config import EngineConfig
 from cadenza.loading.build import plan_model
+from cadenza.models.declaration import declare
+from cadenza.models.model_config import ModelConfig
 from cadenza.weights.dtypes import FORMAT_OF_NAME
 from tests.checkpoint.config_writer import format_model_config
 from tests.cli.harness import TINY, Ran

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cadenza import SamplingParams, StructuredOutput
-from cadenza.checkpoint import open_checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.cli.batch_run import BatchStream, Question
 from cadenza.cli.generate import GenerateFlags
 from cadenza.cli.generate_report import block

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cadenza.checkpoint import named_shape
+from cadenza.checkpoint.random_checkpoint import named_shape
 from cadenza.cluster.engine_group import EngineGroup
 from cadenza.config import EngineConfig, EngineLimits
 from cadenza.engine.front import EngineFront, InProcessLink

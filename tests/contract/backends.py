@@ -10,7 +10,7 @@ import pytest
 
 from cadenza.backends.base import Runner, RunnerSetup
 from cadenza.backends.fake import FakeRunner
-from cadenza.checkpoint import open_checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.config import EngineLimits
 from cadenza.models.model_config import ModelConfig
 from cadenza.weights.weights import open_weights

@@ -13,7 +13,7 @@ import pytest
 
 from cadenza.backends.xla.ops.cuda_library import CudaLibrary
 from cadenza.backends.xla.ops.cuda_measure import CudaInstruments
-from cadenza.checkpoint import open_checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.cli.verify import EXIT_CODES
 from cadenza.errors import ConfigError
 from tests.gpu.checks import FAMILIES, check_families, check_self_test, pytest_command

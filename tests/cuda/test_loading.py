@@ -12,7 +12,7 @@ from cadenza.backends.xla.ops.cuda_library import CudaLibrary
 from cadenza.backends.xla.ops.native import NativeOps
 from cadenza.backends.xla.ops.reference import OpTable
 from cadenza.backends.xla.ops.table import DecoderSpec, ExpertChoice
-from cadenza.checkpoint import named_shape
+from cadenza.checkpoint.random_checkpoint import named_shape
 from cadenza.weights.weight_format import INT4, INT8, WeightFormat, code_format
 from tests.cuda.conftest import on_cpu
 from tests.native.quantised_definition import random_blocks, random_weight

@@ -12,7 +12,7 @@ from packaging.utils import canonicalize_name
 from cadenza.backends.iree.backend import REQUIREMENT as IREE_RUNTIME
 from cadenza.backends.mlx.backend import MlxBackend
 from cadenza.backends.xla.device import find_device
-from cadenza.checkpoint import open_checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.errors import ConfigError, DeviceUnavailableError
 from cadenza.exporting.export import REQUIREMENT as IREE_COMPILER
 from tests.docs.documents import PAGES, ROOT

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cadenza import LLM, SamplingParams
-from cadenza.checkpoint import named_shape
+from cadenza.checkpoint.random_checkpoint import named_shape
 from cadenza.cli import main
 from cadenza.config import Quantization
 from tests.checkpoint.config_writer import write_random_checkpoint

@@ -11,7 +11,8 @@ from typing import Any, get_args
 import pytest
 
 from cadenza.backends.base import RunnerSetup
-from cadenza.checkpoint import Checkpoint, open_checkpoint
+from cadenza.checkpoint.folder import Checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.config import EngineConfig
 from cadenza.fingerprint import Fingerprint
 from cadenza.kv.page_keys import Content, PageKeys

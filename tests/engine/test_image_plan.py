@@ -5,7 +5,9 @@ from dataclasses import replace
 import pytest
 
 from cadenza.backends.base import BackendTraits
-from cadenza.checkpoint import Checkpoint, named_shape, open_checkpoint
+from cadenza.checkpoint.folder import Checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
+from cadenza.checkpoint.random_checkpoint import named_shape
 from cadenza.config import EngineConfig, ImageLimits
 from cadenza.errors import ConfigError
 from cadenza.loading.engine_plan import EnginePlan

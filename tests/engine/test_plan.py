@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cadenza.backends.base import BackendTraits, ModelMemory
-from cadenza.checkpoint import open_checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.config import MAX_NUM_SEQS_BOUND, EngineConfig
 from cadenza.errors import ConfigError, show_size
 from cadenza.loading.engine_plan import (

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from cadenza.checkpoint import open_checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.config import EngineConfig
 from cadenza.loading.footprint import QUEUED_REQUEST_BYTES, QUEUED_TOKEN_BYTES
 from cadenza.loading.plan import make_plan

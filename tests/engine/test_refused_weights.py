@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from cadenza.backends.base import BackendTraits, ModelMemory
-from cadenza.checkpoint import Checkpoint, open_checkpoint
+from cadenza.checkpoint.folder import Checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.config import EngineConfig
 from cadenza.errors import ConfigError
 from cadenza.loading.engine_plan import EnginePlan

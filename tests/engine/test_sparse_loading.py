@@ -6,7 +6,7 @@ import pytest
 
 from cadenza.backends.base import BackendTraits, Runner, RunnerSetup
 from cadenza.backends.fake import FakeRunner
-from cadenza.checkpoint import Checkpoint
+from cadenza.checkpoint.folder import Checkpoint
 from cadenza.config import EngineConfig, Ops
 from cadenza.errors import ConfigError
 from cadenza.events import Started

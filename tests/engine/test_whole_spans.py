@@ -6,7 +6,7 @@ import pytest
 from cadenza.backends.base import BackendTraits, Capability
 from cadenza.backends.fake import FakeRunner, FakeStepHandle
 from cadenza.batch.step_schema import NO_REACH, ModelInputs
-from cadenza.checkpoint import open_checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.config import EngineConfig, EngineLimits, ImageLimits
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.errors import ConfigError, InvalidRequestError, RunnerError

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from cadenza import LLM
-from cadenza.checkpoint import named_shape, open_checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
+from cadenza.checkpoint.random_checkpoint import named_shape
 from cadenza.frontend.text_frontend import TextFrontend
 from tests.checkpoint.config_writer import write_random_checkpoint
 from tests.cli.harness import write_model

@@ -8,11 +8,13 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from cadenza.checkpoint import Checkpoint, declare, open_checkpoint
+from cadenza.checkpoint.folder import Checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.errors import InvalidRequestError
 from cadenza.frontend.prepared_request import TextWorkers
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.media.image_input import ImageInput, OpenedImage
+from cadenza.models.declaration import declare
 from cadenza.models.towers.idefics3 import NAMES
 from cadenza.vision.idefics3 import Idefics3Processor
 from cadenza.vision.patches import Normalisation

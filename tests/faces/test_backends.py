@@ -14,7 +14,7 @@ from cadenza import EngineConfig, Request, SamplingParams, Token
 from cadenza.backends import BACKENDS, Machine, find_backend, resolve_backend
 from cadenza.backends.base import Backend
 from cadenza.backends.mlx.backend import MlxBackend
-from cadenza.checkpoint import open_checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.cli.info import describe
 from cadenza.engine.front import EngineFront, InProcessLink
 from cadenza.engine.process.process_link import ProcessLink, ProcessOptions

@@ -11,8 +11,9 @@ from msgspec import structs
 
 from cadenza import LLM, EngineConfig
 from cadenza.backends.base import RunnerSetup
-from cadenza.checkpoint import Checkpoint, open_checkpoint
+from cadenza.checkpoint.folder import Checkpoint
 from cadenza.checkpoint.generation_defaults import GENERATION_FILE
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.fingerprint import Fingerprint
 from cadenza.frontend.prepared_request import ChatPrompt
 from cadenza.frontend.sparse_prompts import SparsePrompts

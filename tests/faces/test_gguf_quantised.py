@@ -16,8 +16,9 @@ from cadenza.backends.xla.layers.weight_source import WeightSource
 from cadenza.backends.xla.ops.native import NativeOps
 from cadenza.backends.xla.ops.table import DecoderSpec
 from cadenza.bench.bounds import ModelCost
-from cadenza.checkpoint import Checkpoint, open_checkpoint
+from cadenza.checkpoint.folder import Checkpoint
 from cadenza.checkpoint.gguf.blocks import ENCODINGS
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.checkpoint.tensor_formats import held_formats
 from cadenza.cli import main
 from cadenza.config import EngineConfig

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from cadenza import LLM, AsyncEngine, EngineConfig, ReferenceEngine, Request, SamplingParams
-from cadenza.checkpoint import Checkpoint, open_checkpoint
+from cadenza.checkpoint.folder import Checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.config import EngineLimits, config_from_options
 from cadenza.engine.batch_engine import Emit
 from cadenza.engine.front import EngineFront, InProcessLink

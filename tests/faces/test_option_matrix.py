@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from cadenza.backends.base import Runner
-from cadenza.checkpoint import Checkpoint, open_checkpoint
+from cadenza.checkpoint.folder import Checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.config import EngineConfig, EngineLimits
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.loading.build import constraint_compiler, plan_model

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cadenza import LLM, SamplingParams
-from cadenza.checkpoint import ASSUMED_OF_GGUF, GenerationDefaults, open_checkpoint
-from cadenza.checkpoint.generation_defaults import with_assumed
+from cadenza.checkpoint.generation_defaults import ASSUMED_OF_GGUF, GenerationDefaults, with_assumed
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.errors import InvalidRequestError
 from cadenza.frontend.sampling_defaults import SamplingDefaults
 from cadenza.frontend.text_frontend import TextFrontend

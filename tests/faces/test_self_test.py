@@ -11,7 +11,7 @@ import pytest
 from cadenza.backends.fake import FakeRunner
 from cadenza.backends.xla.mutants import faults_of
 from cadenza.batch.packing import Packer
-from cadenza.checkpoint import named_shape
+from cadenza.checkpoint.random_checkpoint import named_shape
 from cadenza.config import EngineConfig, EngineLimits
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.loop import StepRunner

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from cadenza.checkpoint import open_checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.errors import InvalidRequestError
 from cadenza.fingerprint import Fingerprint
 from cadenza.frontend.answers import AskedAnswer, ToolUse

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cadenza import LLM, SamplingParams
-from cadenza.checkpoint import open_checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.config import EngineConfig
 from cadenza.errors import ConfigError
 from cadenza.loading.plan import make_plan

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from cadenza.checkpoint import open_checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.frontend.prepared_request import ChatPrompt
 from cadenza.frontend.text_frontend import TextFrontend
 from tests.checkpoint.files import write_folder

@@ -11,7 +11,7 @@ import pytest
 from cadenza import LLM, SamplingParams
 from cadenza.backends import find_backend
 from cadenza.backends.base import RunnerSetup
-from cadenza.checkpoint import open_checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.config import EngineConfig
 from cadenza.errors import ConfigError
 from cadenza.loading.build import open_planned

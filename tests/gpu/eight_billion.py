@@ -17,8 +17,10 @@ import ml_dtypes
 import numpy as np
 
 from cadenza.bench.checkpoints import write_random_tokenizer
-from cadenza.checkpoint import ModelConfig, declare, named_shape
+from cadenza.checkpoint.random_checkpoint import named_shape
 from cadenza.checkpoint.tokenizer_files import TOKENIZER_FILE
+from cadenza.models.declaration import declare
+from cadenza.models.model_config import ModelConfig
 from tests.checkpoint.config_writer import format_model_config
 
 LAYER = "model.layers."

@@ -10,7 +10,8 @@ import pytest
 
 from cadenza.backends.iree.backend import IreeBackend
 from cadenza.backends.iree.manifest import Cpu, Manifest, read_manifest, read_module
-from cadenza.checkpoint import Checkpoint, open_checkpoint
+from cadenza.checkpoint.folder import Checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.config import EngineConfig
 from cadenza.errors import CheckpointError, ConfigError
 from cadenza.loading.build import plan_model

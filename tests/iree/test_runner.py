@@ -12,7 +12,7 @@ import pytest
 from cadenza.backends.base import RunnerSetup
 from cadenza.backends.iree.manifest import Manifest, read_manifest
 from cadenza.batch.step_schema import ModelInputs
-from cadenza.checkpoint import open_checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.errors import RunnerError
 from tests.contract.backends import COMPILED_LIMITS
 from tests.contract.checks import CHECKS, OTHER, PROMPT, Bench, generate, stream_on

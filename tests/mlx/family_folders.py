@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from cadenza.checkpoint import named_shape, open_weights
+from cadenza.checkpoint.random_checkpoint import named_shape
+from cadenza.weights.weights import open_weights
 from tests.checkpoint.config_writer import write_random_checkpoint
 from tests.checkpoint.test_interleaved_experts import dtype_of, in_mxfp4, write
 

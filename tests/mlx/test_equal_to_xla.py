@@ -124,7 +124,7 @@ def test_a_folder_of_another_family_is_served_by_its_name(tmp_path: Path):
     import shutil
 
     from cadenza import LLM
-    from cadenza.checkpoint import open_checkpoint
+    from cadenza.checkpoint.opening import open_checkpoint
     from tests.mlx.tiny_models import KINDS, Kind, write_tiny_model
 
     bundled = open_checkpoint(None)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cadenza.backends.base import RunnerSetup
-from cadenza.checkpoint import open_checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.config import PAGE_SIZE_UNIT, EngineConfig, EngineLimits
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.errors import CheckpointError

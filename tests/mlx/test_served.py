@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from cadenza.checkpoint import open_checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.config import EngineConfig
 from cadenza.engine.front import EngineFront
 from cadenza.engine.process.process_link import ProcessLink, ProcessOptions

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cadenza.checkpoint import open_checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.errors import CheckpointError
 from tests.by_day import by_day
 from tests.mlx.tiny_models import KINDS, QUICK_KINDS

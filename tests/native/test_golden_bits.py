@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from cadenza.backends.xla.ops.native_library import NativeLibrary
-from cadenza.checkpoint import named_shape
+from cadenza.checkpoint.random_checkpoint import named_shape
 from cadenza.fingerprint import ARITHMETIC_REVISION
 from cadenza.models.layer_kind import ConvShape, DeltaShape, ScanShape
 from cadenza.models.towers.registry import READERS

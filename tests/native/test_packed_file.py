@@ -16,7 +16,7 @@ from cadenza.backends.xla.ops.native_library import NativeLibrary
 from cadenza.backends.xla.ops.packed_file import PIECE_BYTES, PackedFile
 from cadenza.backends.xla.ops.packed_memory import PackedMemory
 from cadenza.backends.xla.ops.table import DecoderSpec
-from cadenza.checkpoint import open_checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
 
 SHAPES = ((3, 100), (1, 70_001), (2, 5, 64))
 

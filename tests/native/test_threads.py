@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cadenza import AsyncEngine, SamplingParams
-from cadenza.checkpoint import named_shape
+from cadenza.checkpoint.random_checkpoint import named_shape
 from tests.checkpoint.config_writer import write_random_checkpoint
 from tests.process_cost import IDLE_SHARE, SHORT_IDLE_SHARE, idle_share, needs_proc
 

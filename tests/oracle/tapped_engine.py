@@ -26,9 +26,10 @@ from cadenza.backends.xla.runner import XlaRunner
 from cadenza.batch.packing import rope_positions
 from cadenza.batch.step_schema import ImageCall, ModelInputs
 from cadenza.batch.whole_spans import WholeSpan, fitting_count, whole_spans_of
-from cadenza.checkpoint import ModelConfig, open_checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.config import EngineLimits
 from cadenza.models.declaration import EMBEDDING, HEAD
+from cadenza.models.model_config import ModelConfig
 from cadenza.request import Attachment
 from tests.contract.steps import Chunk, Geometry, Stream, build_inputs
 

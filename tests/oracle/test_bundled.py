@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from cadenza import LLM, SamplingParams
-from cadenza.checkpoint import declare, open_checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
+from cadenza.models.declaration import declare
 from cadenza.text import ChatTemplate, Tokenizer
 from cadenza.text.tokens.provenance import written_by_template
 from tests.oracle.hf import load_model

@@ -6,10 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cadenza.checkpoint import declare, named_shape, open_checkpoint, open_weights
-from cadenza.checkpoint.random_checkpoint import text_shape_names
+from cadenza.checkpoint.opening import open_checkpoint
+from cadenza.checkpoint.random_checkpoint import named_shape, text_shape_names
 from cadenza.checkpoint.stacked_experts import split_stacks
+from cadenza.models.declaration import declare
 from cadenza.models.families import FAMILIES
+from cadenza.weights.weights import open_weights
 from tests.checkpoint.config_writer import write_random_checkpoint
 from tests.oracle.hf import compute_logits, load_config, load_model
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cadenza import LLM, PoolingParams
-from cadenza.checkpoint import open_checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.request import Pooling
 from tests.oracle.hf import compute_hidden_states
 from tests.oracle.test_engine_logits import FOLDERS, OPS, PROMPT_LENGTHS, TOLERANCE, shortest_prompt

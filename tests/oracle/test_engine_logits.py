@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 from cadenza import LLM, SamplingParams
-from cadenza.checkpoint import LongRopeScaling, ModelConfig, open_checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
+from cadenza.models.model_config import ModelConfig
+from cadenza.models.rope_config import LongRopeScaling
 from tests.oracle.hf import Float32Array, decode_greedily
 from tests.oracle.tapped_engine import TABLES, TappedEngine
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cadenza.checkpoint import open_checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.checkpoint.random_checkpoint import named_shape
 from cadenza.request import Attachment
 from cadenza.vision.processor import Run, image_digest

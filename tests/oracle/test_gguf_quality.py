@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cadenza.checkpoint import open_checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.text import Tokenizer
 from tests.oracle.hf import load_model
 from tests.oracle.tapped_engine import log_softmax

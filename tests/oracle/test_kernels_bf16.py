@@ -14,14 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cadenza.checkpoint import (
-    Llama3RopeScaling,
-    ModelConfig,
-    RopeConfig,
-    named_shape,
-    open_checkpoint,
-)
-from cadenza.checkpoint.random_checkpoint import text_shape_names
+from cadenza.checkpoint.opening import open_checkpoint
+from cadenza.checkpoint.random_checkpoint import named_shape, text_shape_names
+from cadenza.models.model_config import ModelConfig
+from cadenza.models.rope_config import Llama3RopeScaling, RopeConfig
 from cadenza.text import Tokenizer
 from tests.checkpoint.config_writer import write_random_checkpoint
 from tests.oracle.hf import decode_greedily, load_model

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from cadenza import LLM, SamplingParams
-from cadenza.checkpoint import open_checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.text import Tokenizer
 from tests.contract.backends import needs_mlx
 

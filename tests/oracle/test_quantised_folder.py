@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from cadenza.checkpoint import open_checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.checkpoint.quantised_folder import write_quantised_folder
 from cadenza.config import Quantization
 from cadenza.weights.quantised_weight import QuantisedWeight

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from cadenza.batch.packing import rope_positions
-from cadenza.checkpoint import open_checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.models.towers.reader import VisionOptions
 from cadenza.request import Attachment
 from cadenza.vision.processor import ImageProcessor, image_digest

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from cadenza import LLM, SamplingParams
-from cadenza.checkpoint import open_checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.outputs import RequestOutput
 from cadenza.text import Tokenizer
 from tests.oracle.hf import load_model

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from cadenza.backends.xla.reference_rope import reference_rope
-from cadenza.checkpoint import parse_model_config
+from cadenza.models.config_json import parse_model_config
 from cadenza.models.rope_config import RopeConfig
 from cadenza.models.rope_factors import rope_factors
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from cadenza.checkpoint import open_checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.errors import InvalidRequestError
 from cadenza.structured import ConstraintSpec, StructuredOutput
 from cadenza.text.constraints.token_constraint import ConstraintCompiler, GrammarConstraint

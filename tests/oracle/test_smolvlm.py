@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from cadenza.checkpoint import open_checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.request import Attachment
 from cadenza.vision.processor import ImageProcessor, Run, image_digest
 from tests.oracle.tapped_engine import TABLES, TappedEngine

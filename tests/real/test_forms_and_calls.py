@@ -14,7 +14,7 @@ import jsonschema_rs
 import openai
 import pytest
 
-from cadenza.checkpoint import open_checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.config import EngineConfig
 from cadenza.frontend.loaded_model import load_model
 from examples import tool_loop

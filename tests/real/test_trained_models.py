@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from cadenza import LLM, SamplingParams
-from cadenza.checkpoint import open_checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.outputs import RequestOutput
 from cadenza.text import ChatTemplate
 from tools.real_models import GEMMA3, SMOLLM2

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cadenza.checkpoint import open_checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.config import EngineConfig
 from cadenza.frontend.loaded_model import LoadedModel, load_model
 from cadenza.frontend.text_frontend import TextFrontend

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cadenza.checkpoint import open_checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.config import EngineConfig
 from cadenza.frontend.loaded_model import load_model
 from tests.server.agent_sessions import NUM_TURNS, messages_session, responses_session

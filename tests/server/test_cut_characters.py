@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from cadenza.checkpoint import open_checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.text.tokens.decoder_stages import BYTE_OF_CHARACTER
 from tests.server.harness import running_server

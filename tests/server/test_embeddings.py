@@ -12,7 +12,7 @@ import openai
 import pytest
 from tokenizers import Tokenizer, processors
 
-from cadenza.checkpoint import open_checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.request import PoolingParams
 from cadenza.server.endpoints.embeddings import EmbeddingRequest

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from cadenza.checkpoint import open_checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.errors import InvalidRequestError
 from cadenza.frontend.answers import AnswerParsers, AskedAnswer, ToolUse
 from cadenza.frontend.prepared_request import ChatPrompt

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from cadenza.checkpoint import open_checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.config import ImageLimits
 from cadenza.frontend.text_frontend import TextFrontend
 from tests.faces.seeing import IMAGE, seeing_checkpoint

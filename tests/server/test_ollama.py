@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from cadenza.checkpoint import open_checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.frontend.loaded_model import LoadedModel
 from cadenza.frontend.prepared_request import OWN_TERMS
 from cadenza.frontend.text_frontend import TextFrontend

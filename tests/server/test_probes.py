@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from cadenza.checkpoint import open_checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.frontend.text_frontend import TextFrontend
 from tests.by_day import by_day
 from tests.cli.harness import write_model

@@ -13,7 +13,7 @@ import pytest
 from tokenizers import Tokenizer as NativeTokenizer
 from tokenizers import models, pre_tokenizers, processors
 
-from cadenza.checkpoint import open_checkpoint, open_weights
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.config import EngineConfig
 from cadenza.errors import TextTooLongError
 from cadenza.frontend.loaded_model import LoadedModel, load_model
@@ -22,6 +22,7 @@ from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.request import PoolingParams
 from cadenza.text import Tokenizer
 from cadenza.text.tokens.tokenizer import TokenizerSource
+from cadenza.weights.weights import open_weights
 from tests.checkpoint.files import write_tensors
 from tests.cli.harness import write_model
 from tests.server.harness import RunningServer, running_server

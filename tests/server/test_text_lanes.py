@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from cadenza.checkpoint import open_checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.server.generation import MAX_INLINE_OUTPUTS
 from cadenza.server.limits import LONG_BYTES, ServerLimits

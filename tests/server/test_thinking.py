@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cadenza.checkpoint import open_checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.config import EngineConfig
 from cadenza.errors import InvalidRequestError
 from cadenza.frontend.answers import AnswerParsers, AskedAnswer

@@ -8,7 +8,7 @@ import jsonschema_rs
 import openai
 import pytest
 
-from cadenza.checkpoint import open_checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.errors import ConfigError, InvalidRequestError
 from cadenza.frontend.answers import AnswerParsers, AnswerPlanner, AskedAnswer, ToolUse
 from cadenza.frontend.prepared_request import ChatPrompt, TextWorkers

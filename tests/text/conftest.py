@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from cadenza.checkpoint import open_checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.loading.build import constraint_compiler
 from cadenza.text import Tokenizer
 from cadenza.text.constraints.token_constraint import ConstraintCompiler

@@ -5,7 +5,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from cadenza.checkpoint import Checkpoint, open_checkpoint
+from cadenza.checkpoint.folder import Checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.text import Tokenizer
 from cadenza.text.tokens.tokenizer import TokenizerSource
 

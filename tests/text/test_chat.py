@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cadenza.checkpoint import open_checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.errors import CheckpointError, InvalidRequestError
 from cadenza.text import ChatTemplate
 from cadenza.text.templates.bounds import MAX_SECONDS

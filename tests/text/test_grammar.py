@@ -2,7 +2,7 @@
 
 import pytest
 
-from cadenza.checkpoint import open_checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.errors import InvalidRequestError
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.request import SamplingParams

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cadenza.checkpoint import open_checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.errors import InvalidRequestError, MessagesRefusedError
 from cadenza.frontend.answers import AnswerParsers
 from cadenza.frontend.prepared_request import ChatPrompt

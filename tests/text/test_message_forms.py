@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cadenza.checkpoint import open_checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.errors import MessagesRefusedError
 from cadenza.frontend.answers import AnswerParsers
 from cadenza.frontend.prepared_request import ChatPrompt

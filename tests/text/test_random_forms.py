@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from cadenza.checkpoint import open_checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.structured import ConstraintSpec, StructuredOutput
 from cadenza.text.constraints.token_constraint import ConstraintCompiler, GrammarConstraint
 from cadenza.text.schemas.grammar import grammar_of

@@ -8,7 +8,7 @@ from typing import Any
 import jsonschema_rs
 import pytest
 
-from cadenza.checkpoint import open_checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.structured import ConstraintSpec, JsonStyle, StructuredOutput
 from cadenza.text.constraints.token_constraint import ConstraintCompiler, GrammarConstraint
 from cadenza.text.schemas.grammar import ARGUMENTS_STYLE, DEFAULT_STYLE, read_form

@@ -14,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher
 
-from cadenza.checkpoint import open_checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.drafting.drafts import Lookahead
 from cadenza.structured import CallRule, ConstraintSpec, StructuredOutput, ThinkingBound
 from cadenza.text.constraints.compile_threads import CompileThreads

@@ -12,7 +12,7 @@ from typing import Any
 import gguf
 import numpy as np
 
-from cadenza.checkpoint import open_checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.models.config_json import parse_model_config
 from tests.checkpoint.config_writer import write_random_checkpoint
 

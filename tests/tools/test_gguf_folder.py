@@ -9,7 +9,7 @@ import gguf
 import numpy as np
 import pytest
 
-from cadenza.checkpoint import open_checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.text import Tokenizer
 from cadenza.text.tokens.provenance import written_by_template
 from tests.tools.gguf_files import (

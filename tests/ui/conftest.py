@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from cadenza.checkpoint import open_checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.server.service import ServerOptions
 from tests.cli.harness import write_model

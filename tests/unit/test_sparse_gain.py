@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from cadenza.batch.step_cost import StepCost
-from cadenza.checkpoint import ModelConfig, named_shape
+from cadenza.checkpoint.random_checkpoint import named_shape
 from cadenza.errors import ConfigError
 from cadenza.loading.sparse_gain import (
     cost_of_shape,
@@ -13,6 +13,7 @@ from cadenza.loading.sparse_gain import (
     refuse_loss,
     sparse_gain,
 )
+from cadenza.models.model_config import ModelConfig
 from cadenza.spec_prefill_config import SpecPrefillConfig
 
 TARGET = named_shape("llama-3.2-1b")

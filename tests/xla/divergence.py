@@ -20,7 +20,8 @@ from cadenza.backends.xla.layers.residual import StepContext
 from cadenza.backends.xla.layers.weight_source import WeightSource
 from cadenza.backends.xla.ops.native import NativeOps
 from cadenza.backends.xla.ops.table import DecoderSpec, LayerPools, Linear, StepArrays
-from cadenza.checkpoint import Checkpoint, open_checkpoint
+from cadenza.checkpoint.folder import Checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.text import Tokenizer
 from tests.contract.steps import Geometry, Stream, build_inputs
 from tests.xla.test_native_ops import device_step

@@ -27,7 +27,7 @@ from cadenza.backends.xla.ops.table import KVPool
 from cadenza.backends.xla.reference_model import ReferenceModel
 from cadenza.backends.xla.runner import XlaRunner
 from cadenza.backends.xla.tables import MakeOps
-from cadenza.checkpoint import open_checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.checkpoint.random_checkpoint import named_shape
 from cadenza.config import EngineLimits, KVCacheDType, SchedulerLoop
 from cadenza.engine.core import CoreOptions, EngineCore

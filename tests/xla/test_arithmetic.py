@@ -6,7 +6,8 @@ import pytest
 
 from cadenza.backends.base import RunnerSetup
 from cadenza.backends.xla.arithmetic import name_class, takes_portable_kernels
-from cadenza.checkpoint import named_shape, open_checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
+from cadenza.checkpoint.random_checkpoint import named_shape
 from cadenza.config import EngineConfig
 from cadenza.errors import ConfigError
 from cadenza.loading.build import plan_model

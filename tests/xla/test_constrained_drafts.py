@@ -11,7 +11,7 @@ import pytest
 
 from cadenza.backends.xla.runner import XlaLateStepHandle
 from cadenza.batch.step_schema import MaskUpdate
-from cadenza.checkpoint import open_checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.config import SchedulerLoop
 from cadenza.drafting.drafts import DraftCounts
 from cadenza.engine.core import CoreOptions, EngineCore

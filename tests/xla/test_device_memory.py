@@ -10,7 +10,8 @@ from cadenza.backends.base import BackendTraits
 from cadenza.backends.xla import device
 from cadenza.backends.xla.backend import XlaBackend
 from cadenza.backends.xla.device import DeviceMemory, memory_of_device, reserve_memory
-from cadenza.checkpoint import Checkpoint, open_checkpoint
+from cadenza.checkpoint.folder import Checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.config import EngineConfig, Ops
 from cadenza.errors import ConfigError
 from cadenza.loading.build import plan_model

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from cadenza.backends.xla.reference_model import ReferenceModel
-from cadenza.checkpoint import Checkpoint, open_checkpoint
+from cadenza.checkpoint.folder import Checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
 from tests.by_day import by_day
 from tests.checkpoint.gguf_models import HYBRIDS, convert
 

@@ -9,7 +9,8 @@ import pytest
 
 from cadenza.backends.xla.runner import XlaRunner
 from cadenza.batch.step_schema import StepOutput
-from cadenza.checkpoint import named_shape, open_checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
+from cadenza.checkpoint.random_checkpoint import named_shape
 from cadenza.config import EngineConfig, SpeculativeConfig
 from cadenza.errors import ConfigError, RunnerError
 from cadenza.loading.build import plan_model

@@ -21,7 +21,8 @@ from cadenza.backends.xla.runner import XlaRunner
 from cadenza.backends.xla.tables import MakeOps
 from cadenza.backends.xla.vision.tower_state import tower_state
 from cadenza.batch.step_schema import ImageCall, ModelInputs
-from cadenza.checkpoint import Checkpoint, open_checkpoint
+from cadenza.checkpoint.folder import Checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.checkpoint.random_checkpoint import named_shape
 from cadenza.config import EngineLimits
 from cadenza.errors import RunnerError

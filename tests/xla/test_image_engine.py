@@ -8,7 +8,7 @@ import pytest
 
 from cadenza.backends.xla.reference_images import positions_of
 from cadenza.batch.packing import rope_positions
-from cadenza.checkpoint import open_checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.checkpoint.random_checkpoint import named_shape
 from cadenza.config import EngineConfig
 from cadenza.engine.core import EngineCore

@@ -11,7 +11,8 @@ from cadenza.backends.base import RunnerSetup
 from cadenza.backends.xla.ops.native import NativeOps
 from cadenza.backends.xla.runner import XlaRunner
 from cadenza.batch.step_cost import StepBound
-from cadenza.checkpoint import Checkpoint, open_checkpoint
+from cadenza.checkpoint.folder import Checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.checkpoint.random_checkpoint import named_shape
 from cadenza.config import EngineLimits, ImageLimits
 from cadenza.engine.core import CoreOptions, EngineCore

@@ -13,7 +13,7 @@ from cadenza.backends.xla.reference_tower import ReferenceTower
 from cadenza.backends.xla.vision.encoder import ImageEncoder, tower_spec
 from cadenza.backends.xla.vision.tower_state import tower_state
 from cadenza.batch.step_schema import ImageCall
-from cadenza.checkpoint import open_checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.checkpoint.random_checkpoint import named_shape
 from cadenza.config import EngineLimits
 from cadenza.request import Attachment

@@ -10,7 +10,9 @@ from cadenza.backends.xla.decoder import load_decoder
 from cadenza.backends.xla.layers.weight_source import WeightSource
 from cadenza.backends.xla.ops.reference import OpTable
 from cadenza.backends.xla.ops.table import DecoderSpec
-from cadenza.checkpoint import declare, named_shape, open_checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
+from cadenza.checkpoint.random_checkpoint import named_shape
+from cadenza.models.declaration import declare
 from tests.checkpoint.config_writer import write_random_checkpoint
 
 BLOCK = re.compile(r"(self_attn|mlp|linear_attn|conv|mamba|feed_forward|shared_mlp)\.")

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from cadenza.checkpoint import open_bundled_draft, open_checkpoint
+from cadenza.checkpoint.opening import open_bundled_draft, open_checkpoint
 from cadenza.checkpoint.random_checkpoint import named_shape
 from cadenza.config import EngineConfig
 from cadenza.errors import CheckpointError, ConfigError

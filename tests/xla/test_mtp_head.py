@@ -23,8 +23,8 @@ from cadenza.backends.xla.runner import XlaRunner
 from cadenza.backends.xla.tables import MakeOps
 from cadenza.batch.sequence import PageCopy
 from cadenza.batch.step_schema import StepOutput
-from cadenza.checkpoint import open_checkpoint
 from cadenza.checkpoint.mtp_head import mtp_head_of
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.config import EngineLimits
 from tests.by_day import by_day
 from tests.contract.steps import Draw, Geometry, Stream, build_inputs, run_step

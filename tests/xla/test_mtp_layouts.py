@@ -21,10 +21,14 @@ from cadenza.backends.xla.ops.native import NativeOps
 from cadenza.backends.xla.ops.reference import OpTable
 from cadenza.backends.xla.runner import XlaRunner
 from cadenza.backends.xla.tables import MakeOps
-from cadenza.checkpoint import Checkpoint, ModelConfig, named_shape, open_checkpoint, open_weights
+from cadenza.checkpoint.folder import Checkpoint
 from cadenza.checkpoint.mtp_head import mtp_head_of
+from cadenza.checkpoint.opening import open_checkpoint
+from cadenza.checkpoint.random_checkpoint import named_shape
+from cadenza.models.model_config import ModelConfig
 from cadenza.models.mtp_layout import DEEPSEEK_MTP, QWEN_MTP, MTPLayout
 from cadenza.models.rope_config import RopeConfig
+from cadenza.weights.weights import open_weights
 from tests.checkpoint.config_writer import write_random_checkpoint
 from tests.contract.steps import Geometry, run_step
 from tests.oracle.numpy_mtp import (

@@ -18,7 +18,7 @@ import pytest
 from cadenza.backends.base import PromptScorer
 from cadenza.backends.xla.ops.reference import OpTable
 from cadenza.backends.xla.runner import XlaRunner
-from cadenza.checkpoint import open_checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.errors import RunnerError
 from cadenza.sparse_prefill import LOOK_AHEAD, POOL
 from tests.contract.steps import Chunk, Geometry, Stream, build_inputs

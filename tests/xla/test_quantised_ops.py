@@ -17,8 +17,10 @@ from cadenza.backends.xla.ops.reference import OpTable
 from cadenza.backends.xla.ops.table import DecoderSpec, ExpertChoice, StepArrays
 from cadenza.backends.xla.wire import unpack
 from cadenza.batch.step_schema import ModelInputs, StepLayout
-from cadenza.checkpoint import ModelConfig, named_shape, open_checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
+from cadenza.checkpoint.random_checkpoint import named_shape
 from cadenza.errors import CheckpointError
+from cadenza.models.model_config import ModelConfig
 from cadenza.weights.quantised_weight import QuantisedWeight
 from cadenza.weights.weight_format import INT4, INT8, WeightFormat, code_format
 from tests.by_day import by_day

@@ -16,7 +16,8 @@ from cadenza.backends.xla.ops.reference import OpTable
 from cadenza.backends.xla.reference_tower import ReferenceTower
 from cadenza.backends.xla.runner import XlaRunner
 from cadenza.batch.step_schema import ImageCall, ModelInputs
-from cadenza.checkpoint import Checkpoint, open_checkpoint
+from cadenza.checkpoint.folder import Checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.checkpoint.random_checkpoint import named_shape
 from cadenza.config import EngineLimits
 from cadenza.request import Attachment

@@ -22,7 +22,7 @@ from cadenza.backends.xla.runner import XlaRunner
 from cadenza.backends.xla.tables import MakeOps
 from cadenza.batch.step_cost import StepBound, StepCost
 from cadenza.batch.whole_spans import SpanShape
-from cadenza.checkpoint import open_checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.checkpoint.random_checkpoint import named_shape
 from cadenza.config import EngineLimits, ImageLimits, KVCacheDType
 from cadenza.engine.core import CoreOptions, EngineCore

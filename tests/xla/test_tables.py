@@ -20,7 +20,7 @@ from cadenza.backends.xla.tables import (
     ReferenceTable,
     choose_table,
 )
-from cadenza.checkpoint import open_checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.checkpoint.random_checkpoint import named_shape
 from cadenza.config import EngineConfig, EngineLimits, Ops
 from cadenza.errors import ConfigError

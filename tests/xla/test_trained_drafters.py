@@ -20,8 +20,8 @@ import pytest
 from cadenza.backends.base import RunnerSetup
 from cadenza.backends.xla.ops.native import NativeOps
 from cadenza.backends.xla.runner import XlaRunner
-from cadenza.checkpoint import open_bundled_draft, open_checkpoint
 from cadenza.checkpoint.mtp_head import mtp_head_of
+from cadenza.checkpoint.opening import open_bundled_draft, open_checkpoint
 from cadenza.config import EngineConfig
 from cadenza.errors import CheckpointError
 from cadenza.events import Token

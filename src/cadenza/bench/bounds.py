@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal, Self
 
-from cadenza.checkpoint import ModelConfig, declare
 from cadenza.checkpoint.tensor_formats import StoredFormat, stored_bytes
 from cadenza.config import KVCacheDType, Quantization
+from cadenza.models.declaration import declare
+from cadenza.models.model_config import ModelConfig
 from cadenza.models.operations import (
     expert_tensors,
     head_tensor,

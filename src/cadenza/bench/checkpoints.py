@@ -13,10 +13,10 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from cadenza.bench import OnStatus
-from cadenza.checkpoint import count_parameters, read_shape, write_random_checkpoint
-from cadenza.checkpoint.random_checkpoint import Shape
+from cadenza.checkpoint.random_checkpoint import Shape, read_shape, write_random_checkpoint
 from cadenza.checkpoint.tokenizer_files import TOKENIZER_FILE
 from cadenza.errors import CheckpointError
+from cadenza.models.declaration import count_parameters
 from cadenza.weights.dtypes import WeightDType, item_bytes
 
 _POLL_S = 0.2

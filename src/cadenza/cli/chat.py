@@ -139,8 +139,8 @@ def _check_can_chat(planned: "PlannedModel", params: Mapping[str, object]) -> No
 
 def introduction(model: str | None, loaded: "LoadedModel") -> str:
     """A line on the model; for the bundled one also what to ask it."""
-    from cadenza.checkpoint import count_parameters
     from cadenza.cli.report import magnitude_text
+    from cadenza.models.declaration import count_parameters
 
     checkpoint = loaded.checkpoint
     count = count_parameters(checkpoint.config) if checkpoint.is_known else None

@@ -19,9 +19,10 @@ from cadenza.errors import CheckpointError
 
 if TYPE_CHECKING:
     from cadenza.batch.step_cost import StepCost
-    from cadenza.checkpoint import Checkpoint, ModelConfig
+    from cadenza.checkpoint.folder import Checkpoint
     from cadenza.loading.engine_plan import EnginePlan
     from cadenza.loading.planned_engine import PlannedEngine
+    from cadenza.models.model_config import ModelConfig
     from cadenza.spec_prefill_config import SpecPrefillConfig
 
 MeasureFlag = Annotated[
@@ -313,7 +314,7 @@ def _activations(plan: "EnginePlan") -> str:
 
 def _model(name: str | None, checkpoint: "Checkpoint") -> dict[str, Any]:
     """Of a model whose arithmetic the backend brings only what its outline says."""
-    from cadenza.checkpoint import count_parameters
+    from cadenza.models.declaration import count_parameters
 
     outline = checkpoint.outline
     facts = {

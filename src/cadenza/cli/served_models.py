@@ -24,7 +24,7 @@ ANY_NAME = "*"
 """Among the names: every name that no model has."""
 
 if TYPE_CHECKING:
-    from cadenza.checkpoint import Checkpoint
+    from cadenza.checkpoint.folder import Checkpoint
     from cadenza.engine.process.process_link import EngineChild, ProcessLink, ProcessOptions
     from cadenza.frontend.answers import AnswerParsers
     from cadenza.frontend.text_frontend import TextFrontend

@@ -33,10 +33,11 @@ from cadenza.backends.step_result import NUM_COLUMNS
 from cadenza.backends.xla.export import MAX_TOKENS, ExportedModel, export_programs
 from cadenza.batch.step_schema import StepLayout
 from cadenza.batch.token_rules import RuleLayout
-from cadenza.checkpoint import Checkpoint, declare
+from cadenza.checkpoint.folder import Checkpoint
 from cadenza.config import PAGE_SIZE_UNIT, EngineLimits
 from cadenza.errors import CheckpointError, ConfigError
 from cadenza.models.config_json import CONFIG_FILE
+from cadenza.models.declaration import declare
 from cadenza.models.model_config import ModelConfig
 from cadenza.models.rope_factors import rope_factors
 from cadenza.weights.dtypes import WeightDType

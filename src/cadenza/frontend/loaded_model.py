@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from cadenza.backends import BACKENDS, Backends
-from cadenza.checkpoint import Checkpoint, OnProgress
+from cadenza.checkpoint.folder import Checkpoint, OnProgress
 from cadenza.config import EngineConfig
 from cadenza.engine.core import EngineCore
 from cadenza.errors import EngineClosedError

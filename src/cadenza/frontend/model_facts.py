@@ -5,7 +5,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
 
-from cadenza.checkpoint import Checkpoint, count_parameters
+from cadenza.checkpoint.folder import Checkpoint
+from cadenza.models.declaration import count_parameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Any, cast
 
-from cadenza.checkpoint import Checkpoint
+from cadenza.checkpoint.folder import Checkpoint
 from cadenza.errors import (
     ContextLengthError,
     InvalidRequestError,

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from operator import index
 from typing import Any, Literal, cast
 
-from cadenza.checkpoint import ASSUMED_OF_GGUF, GenerationDefaults
+from cadenza.checkpoint.generation_defaults import ASSUMED_OF_GGUF, GenerationDefaults
 from cadenza.errors import InvalidRequestError, show
 from cadenza.option import is_integer
 from cadenza.request import DEFAULTS, PARAMETERS, SamplingParams

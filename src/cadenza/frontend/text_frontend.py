@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 import msgspec
 
 from cadenza.bounds import as_token_ids
-from cadenza.checkpoint import Checkpoint
+from cadenza.checkpoint.folder import Checkpoint
 from cadenza.config import GenerationConfig
 from cadenza.errors import (
     ContextLengthError,

@@ -11,7 +11,9 @@ from cadenza.backends import BACKENDS, Backends, find_backend, uses_own_model_co
 from cadenza.backends.base import BackendTraits, Runner
 from cadenza.batch.image_cost import ImageCost
 from cadenza.batch.step_cost import MIN_PROMPT_TOKENS, StepBound, StepCost, StepLoad, last_granted
-from cadenza.checkpoint import Checkpoint, Hub, is_hub_id, open_bundled_draft, open_checkpoint
+from cadenza.checkpoint.folder import Checkpoint
+from cadenza.checkpoint.hub import Hub, is_hub_id
+from cadenza.checkpoint.opening import open_bundled_draft, open_checkpoint
 from cadenza.checkpoint.tokenizer_files import given_template
 from cadenza.config import EngineConfig, EngineLimits, MaxItlMs
 from cadenza.engine.calibration import make_step_bound, measure_image_cost

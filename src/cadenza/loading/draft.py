@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from cadenza.backends.base import BackendTraits
-from cadenza.checkpoint import Checkpoint, declare
+from cadenza.checkpoint.folder import Checkpoint
 from cadenza.checkpoint.mtp_head import mtp_head_of
 from cadenza.checkpoint.tensor_formats import stored_bytes
 from cadenza.config import EngineConfig, Quantization
@@ -13,7 +13,7 @@ from cadenza.errors import CheckpointError, ConfigError
 from cadenza.loading.engine_plan import DraftPlan
 from cadenza.loading.plan import choose_dtype, choose_quantization, memory_of
 from cadenza.loading.sparse_gain import refuse_loss
-from cadenza.models.declaration import EMBEDDING, HEAD
+from cadenza.models.declaration import EMBEDDING, HEAD, declare
 from cadenza.models.sparse_support import scoring_refusal, sparse_refusal
 from cadenza.sparse_prefill import LOOK_AHEAD
 from cadenza.text.tokens.tokenizer import Tokenizer, TokenizerSource

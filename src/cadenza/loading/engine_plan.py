@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from cadenza.backends.base import BackendTraits, KVArrangement, ModelMemory
-from cadenza.checkpoint import Checkpoint
+from cadenza.checkpoint.folder import Checkpoint
 from cadenza.config import EngineConfig, EngineLimits, KVCacheDType, Quantization
 from cadenza.errors import show_size
 from cadenza.loading.footprint import Footprint

@@ -10,13 +10,14 @@ from typing import Self
 from cadenza.backends.base import BackendTraits, ModelMemory
 from cadenza.batch.step_schema import NUM_EXTRA_LOGIT_ROWS
 from cadenza.batch.token_rules import RuleLayout
-from cadenza.checkpoint import Checkpoint, ModelConfig
+from cadenza.checkpoint.folder import Checkpoint
 from cadenza.config import (
     MAX_NUM_QUEUED_REQS_BOUND,
     MAX_NUM_QUEUED_TOKENS_BOUND,
     EngineConfig,
     EngineLimits,
 )
+from cadenza.models.model_config import ModelConfig
 from cadenza.weights.dtypes import WeightDType, item_bytes
 
 QUEUED_PER_ROW = 4  # requests per row that may always wait

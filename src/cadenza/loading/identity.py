@@ -12,7 +12,7 @@ from typing import Any, Literal
 from cadenza import __version__
 from cadenza.backends import BACKENDS, Backends, find_backend
 from cadenza.backends.base import Backend, BackendTraits, RunnerSetup
-from cadenza.checkpoint import Checkpoint
+from cadenza.checkpoint.folder import Checkpoint
 from cadenza.config import EngineConfig, EngineLimits
 from cadenza.fingerprint import ARITHMETIC_REVISION, Fingerprint
 from cadenza.loading.content_digest import content_digest, digest_of

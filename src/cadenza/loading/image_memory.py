@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from typing import TypedDict
 
 from cadenza.backends.base import BackendTraits, ModelMemory
-from cadenza.checkpoint import Checkpoint, ModelConfig
+from cadenza.checkpoint.folder import Checkpoint
 from cadenza.config import ImageLimits
 from cadenza.errors import ConfigError
+from cadenza.models.model_config import ModelConfig
 from cadenza.request import Attachment
 from cadenza.vision.quanta import Workspace
 from cadenza.vision.tower_config import VisionConfig

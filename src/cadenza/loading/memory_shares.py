@@ -3,10 +3,11 @@ shares of any models that may be loaded at the same time never exceed what is av
 
 from collections.abc import Sequence
 
-from cadenza.checkpoint import Checkpoint, declare
+from cadenza.checkpoint.folder import Checkpoint
 from cadenza.checkpoint.tensor_formats import held_formats, stored_bytes
 from cadenza.config import EngineConfig
 from cadenza.errors import ConfigError
+from cadenza.models.declaration import declare
 
 
 def memory_shares(weight_bytes: Sequence[int], num_engines: int, available_bytes: int) -> list[int]:

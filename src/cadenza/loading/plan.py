@@ -7,7 +7,7 @@ from math import floor
 
 from cadenza.backends.base import BackendTraits, KVArrangement, ModelMemory
 from cadenza.batch.whole_spans import least_budget
-from cadenza.checkpoint import Checkpoint, ModelConfig, declare
+from cadenza.checkpoint.folder import Checkpoint
 from cadenza.checkpoint.tensor_formats import held_formats, stored_bytes
 from cadenza.config import (
     PAGE_SIZE_UNIT,
@@ -33,7 +33,8 @@ from cadenza.loading.space import (
     pool_tokens,
     state_slots,
 )
-from cadenza.models.declaration import declare_embedding
+from cadenza.models.declaration import declare, declare_embedding
+from cadenza.models.model_config import ModelConfig
 from cadenza.models.split import split_model
 from cadenza.weights.dtypes import WeightDType, item_bytes
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from cadenza.backends import BACKENDS, Backends, find_backend
 from cadenza.backends.base import Backend, Capability, Runner, RunnerSetup
-from cadenza.checkpoint import Checkpoint
+from cadenza.checkpoint.folder import Checkpoint
 from cadenza.config import EngineConfig
 from cadenza.engine.model_drafter import DraftModel
 from cadenza.engine.scoring_steps import PromptScorerModel

@@ -17,7 +17,7 @@ from cadenza.backends import BACKENDS, Backends, find_backend, resolve_backend
 from cadenza.backends.base import SeeingModel, SequenceModel
 from cadenza.batch.draw_keys import derive_sample_seed, draw_keys
 from cadenza.bounds import as_token_ids
-from cadenza.checkpoint import Checkpoint
+from cadenza.checkpoint.folder import Checkpoint
 from cadenza.config import MAX_SEED, EngineConfig, EngineLimits, ImageLimits
 from cadenza.engine.request_check import RequestCheck
 from cadenza.errors import CheckpointError, ConfigError, InvalidRequestError, show

@@ -14,12 +14,9 @@ from pathlib import Path
 from cadenza.backends import BACKENDS, Backends
 from cadenza.backends.base import BackendTraits, Runner
 from cadenza.batch.packing import Packer
-from cadenza.checkpoint import (
-    Checkpoint,
-    open_checkpoint,
-    read_shape,
-    write_random_checkpoint,
-)
+from cadenza.checkpoint.folder import Checkpoint
+from cadenza.checkpoint.opening import open_checkpoint
+from cadenza.checkpoint.random_checkpoint import read_shape, write_random_checkpoint
 from cadenza.config import EngineConfig, EngineLimits, KVCacheDType, Quantization
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.loop import StepRunner

@@ -12,7 +12,7 @@ from typing import Literal
 from cadenza.backends import find_backend, resolve_backend
 from cadenza.backends.base import FaultSet, LoadRunner, RunnerSetup
 from cadenza.batch.packing import Packer
-from cadenza.checkpoint import Checkpoint
+from cadenza.checkpoint.folder import Checkpoint
 from cadenza.config import EngineLimits
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.errors import ConfigError
