@@ -47,34 +47,27 @@ class SeenImage(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class BatchEntry:
-    """`num_new_tokens` tokens of `sequence`, starting at position `start`. The last of them are
-    `drafts`, after the sequence's own. The step has a logit row for each of the positions
-    `prompt_rows` of the prompt and samples `num_choices` tokens, each from the logits of the
-    previous position: one after the sequence's last token and one after each draft; 0 if the entry
-    ends before the sequence's last token. Of a constrained sequence `masks` are what each choice is
-    made from; without drafts they may be left out. `num_preemptions` is the sequence's value at
-    launch: if it has increased by the time the step is read, the entry's KV has been freed, but its
-    token is still valid. `images` are those of which it computes tokens. Of a prompt scorer: the
-    last of its tokens scores the first `num_scored` of the prompt, if any. With a recurrent state
-    the entry begins with that of slot `state_start`, or with zeros if that is None, and keeps those
-    in `kept_states`, in ascending order. Until it is added to a batch, `num_new_tokens` are the
-    sequence's own, without drafts. When the step has been applied, `num_accepted` of the drafts
-    have become the sequence's."""
+    """`num_new_tokens` tokens of `sequence` from position `start`; until it is added to a batch,
+    without `drafts`. It samples `num_choices` tokens: one after the sequence's last token and one
+    after each draft; 0 if it ends before the last token."""
 
     sequence: Sequence
     row: int
     start: int
     num_new_tokens: int
-    num_choices: int
+    num_choices: int  # 0 if it ends before the sequence's last token
+    # at launch; if it has increased by the reading, the KV is gone, the token valid
     num_preemptions: int
     drafts: tuple[int, ...] = ()
+    # of a constrained sequence, one a choice; without drafts they may be left out
     masks: tuple[bytes, ...] = ()
-    prompt_rows: range = NO_POSITIONS
+    prompt_rows: range = NO_POSITIONS  # positions of the prompt with a logit row each
+    # the slot of the recurrent state that it begins with; None: zeros
     state_start: int | None = None
-    kept_states: tuple[KeptState, ...] = ()
-    num_accepted: int = 0
-    images: tuple[SeenImage, ...] = ()
-    num_scored: int = NO_SCORES
+    kept_states: tuple[KeptState, ...] = ()  # in ascending order
+    num_accepted: int = 0  # of the drafts, once the step is applied
+    images: tuple[SeenImage, ...] = ()  # of which it computes tokens
+    num_scored: int = NO_SCORES  # of the prompt, scored by the last of a prompt scorer's tokens
 
     @property
     def end(self) -> int:
@@ -95,9 +88,8 @@ class BatchEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpanStep:
-    """Work items of a span that a step computes before its tokens: `rows` of passes over the
-    positions [start, stop) of `sequence`. `images`: of its tokens. `is_first`: the first work item
-    is among them. `max_rows`: of the runner's passes."""
+    """Work items that a step computes before its tokens: `rows` of passes over [start, stop) of
+    `sequence`."""
 
     sequence: Sequence
     row: int
@@ -119,58 +111,47 @@ class PageUpdate(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """One step, filled by the scheduler and not modified after launch.
-
-    Logit rows of prompts come first, then those for sampling, both in entry order.
-
-    Args:
-        entries: sorted by row.
-        started: one for each request that got its first row.
-        written_pages: pages written by the step, pinned until it is read.
-        state_slots: slots of states that the step reads or writes, pinned likewise.
-        page_updates: page-table entries not yet on the device.
-        page_copies: copies made before the step.
-        image_calls: encoding done before its tokens, of which there may then be none.
-        image_load: what that computes.
-        quanta_for: the sequences that images are encoded for, and that of `span`.
-        span: work items of a span, computed before its tokens, of which there may then be none.
-        span_load: what these compute.
-        images: that it reads or writes, pinned until it is read.
-        preparing: one for each waiting request whose prompt begins to be scored, or whose next
-            image begins to be encoded.
-        scored: what the prompt scorer computes with it, as a step of its own; None for nothing.
-        num_keys: that its tokens attend to (`StepLoad`).
-        has_drafts: how far the sequences have got is known only when the step has been read.
-        needs_masks: it samples tokens of constrained sequences, which their tokens so far decide.
-        has_pooled: it has a logit row of a pooled sequence.
-        has_states: its sequences have a recurrent state.
-        has_images: it computes tokens of images.
-    """
+    """One step, filled by the scheduler and not modified after launch. Logit rows of prompts come
+    first, then those for sampling, both in entry order."""
 
     step_id: int
-    entries: list[BatchEntry] = field(default_factory=list[BatchEntry])
+    entries: list[BatchEntry] = field(default_factory=list[BatchEntry])  # sorted by row
+    # one for each request that got its first row
     started: list[Started] = field(default_factory=list[Started])
+    # pages written by the step, pinned until it is read
     written_pages: list[int] = field(default_factory=list[int])
+    # slots of states that the step reads or writes, pinned likewise
     state_slots: list[int] = field(default_factory=list[int])
+    # page-table entries not yet on the device
     page_updates: list[PageUpdate] = field(default_factory=list[PageUpdate])
+    # copies made before the step
     page_copies: list[PageCopy] = field(default_factory=list[PageCopy])
+    # encoding done before its tokens, of which there may then be none
     image_calls: list[ImageCall] = field(default_factory=list[ImageCall])
-    image_load: ImageLoad = NO_LOAD
+    image_load: ImageLoad = NO_LOAD  # what that computes
+    # the sequences that images are encoded for, and that of `span`
     quanta_for: list[Sequence] = field(default_factory=list[Sequence])
+    # work items of a span, computed before its tokens, of which there may then be none
     span: SpanStep | None = None
-    span_load: ImageLoad = NO_LOAD
+    span_load: ImageLoad = NO_LOAD  # what these compute
+    # that it reads or writes, pinned until it is read
     images: list[EncodedImage] = field(default_factory=list[EncodedImage])
+    # one for each waiting request whose prompt begins to be scored, or whose next image begins to
+    # be encoded
     preparing: list[Preparing] = field(default_factory=list[Preparing])
+    # what the prompt scorer computes with it, as a step of its own; None for nothing
     scored: "Batch | None" = None
     num_tokens: int = 0
-    num_keys: int = 0
+    num_keys: int = 0  # that its tokens attend to (`StepLoad`)
     num_choices: int = 0
     num_prompt_rows: int = 0
+    # how far the sequences have got is known only when the step has been read
     has_drafts: bool = False
+    # it samples tokens of constrained sequences, which their tokens so far decide
     needs_masks: bool = False
-    has_pooled: bool = False
-    has_states: bool = False
-    has_images: bool = False
+    has_pooled: bool = False  # it has a logit row of a pooled sequence
+    has_states: bool = False  # its sequences have a recurrent state
+    has_images: bool = False  # it computes tokens of images
 
     def add(self, entry: BatchEntry) -> None:
         """Adds an entry, whose numbers of tokens, choices and rows are final."""
@@ -212,7 +193,7 @@ class Batch:
 
     @property
     def hidden_rows(self) -> list[int]:
-        """The logit rows of pooled sequences, ascending; the step gives their hidden states."""
+        """Logit rows of pooled sequences, ascending."""
         if not self.has_pooled:
             return []
         found: list[int] = []

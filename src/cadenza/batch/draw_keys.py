@@ -26,7 +26,6 @@ def mix_seeds(seeds: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 def keys_of_mixed(
     mixed_seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int32]
 ) -> npt.NDArray[np.uint32]:
-    """`draw_keys` for the seeds that `mix_seeds` returned."""
     mixed = _mix(mixed_seeds + positions.astype(np.uint64) * _GOLDEN)
     keys = np.empty((len(mixed), 2), np.uint32)
     keys[:, 0] = mixed & _LOW_32

@@ -8,19 +8,18 @@ import numpy as np
 import numpy.typing as npt
 
 CORRECTION = 0.1
-FIRST_CORRECTION, NUM_FIRST = 1.0, 16
-"""For so many steps rates follow what is measured faster."""
+FIRST_CORRECTION, NUM_FIRST = 1.0, 16  # For so many steps rates follow what is measured faster
 
+# A measured time counts as at most this multiple of its prediction, and at least its inverse.
 MAX_RATIO = 2.0
-"""A measured time counts as at most this multiple of its prediction, and at least its inverse."""
 
 SMALLEST_MS = 1e-15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ImageWork:
-    """The work items of an image's encoding, in order, and what each of them computes. `products`,
-    `attention`: [Q] operations of matrix products and of attention."""
+    """What each of an image's work items computes, in order: [Q] operations of matrix products and
+    of attention."""
 
     products: npt.NDArray[np.float64]
     attention: npt.NDArray[np.float64]
@@ -57,8 +56,8 @@ NO_LOAD = ImageLoad()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageCost:
-    """Milliseconds of each work item and operation, by type. Defaults are a slow machine's: first
-    plans are small."""
+    """Milliseconds of each work item and operation. Defaults are a slow machine's: first plans are
+    small."""
 
     quantum_ms: float = 0.01
     product_ms: float = 5e-9
@@ -83,8 +82,8 @@ class ImageCost:
         return int(np.searchsorted(np.cumsum(each), left_ms, side="right"))
 
     def corrected(self, load: ImageLoad, text_ms: float, measured_ms: float) -> "ImageCost":
-        """After a step with `load` took `measured_ms`, its tokens `text_ms` of it. The error
-        changes encoding by its part of the step, and each rate by its own part."""
+        """After a step with `load` took `measured_ms`, its tokens `text_ms` of it; each rate
+        changes by its own part of the step."""
         predicted = self.predict_ms(load)
         ratio = min(MAX_RATIO, max(1 / MAX_RATIO, (measured_ms - text_ms) / predicted))
         weight = FIRST_CORRECTION if self.num_measured < NUM_FIRST else CORRECTION
@@ -110,8 +109,7 @@ class MeasuredQuanta:
 
 
 def fit_image_cost(measured: list[MeasuredQuanta]) -> ImageCost:
-    """Rates from measured steps: first those without attention, then the rest; work that none had
-    keeps its default."""
+    """From measured steps: first those without attention; what none had keeps its default."""
     cost = ImageCost()
     plain = [each for each in measured if not each.load.attention and each.load.products]
     plain = plain or [each for each in measured if each.load.products]

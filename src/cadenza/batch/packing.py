@@ -29,8 +29,7 @@ IndexArray = npt.NDArray[np.intp]
 
 
 class Packer:
-    """Packs batches within `limits`; `window` is that of the model's window layers, for pruned
-    prompts."""
+    """Packs batches within `limits`; `window`: of the model's window layers, for pruned prompts."""
 
     def __init__(self, limits: EngineLimits, vocab_size: int, window: int | None = None) -> None:
         max_num_seqs = limits.max_num_seqs
@@ -51,7 +50,7 @@ class Packer:
         self._window = window
 
     def forget_rows(self) -> None:
-        """Makes the next steps send every row's data again, because the device's state was lost."""
+        """Sends every row's data again: the device's state was lost."""
         self._occupant = [None] * self._num_rows
 
     def forget_row(self, row: int) -> None:
@@ -95,7 +94,7 @@ class Packer:
         return inputs
 
     def _span_calls(self, step_id: int, span: SpanStep) -> tuple[SpanCall, ...]:
-        """A call for each of a span's rows; equal rows of several passes share their words."""
+        """Equal rows of several passes share their words."""
         packed: dict[tuple[int, int], ModelInputs] = {}
         calls: list[SpanCall] = []
         for pass_index, first, end in span.rows:
@@ -130,8 +129,8 @@ class Packer:
             _write_rope_positions(inputs, batch)
 
     def late_masks(self, batch: Batch) -> tuple[MaskUpdate, ...]:
-        """Masks of a batch packed without them, once the steps before it are read; none for
-        sequences that have ended or whose next token is known."""
+        """Of a batch packed without them, once the steps before it are read; none for sequences
+        that have ended or whose next token is known."""
         assert not batch.has_drafts, "drafts are tried on masks that are known"
         updates: list[MaskUpdate] = []
         for entry in batch.entries:
@@ -164,7 +163,6 @@ class Packer:
     def _write_logits(
         self, inputs: ModelInputs, batch: Batch, rows: IndexArray, starts: Int32Array
     ) -> None:
-        """Writes logit rows: those of prompts, then sampling, both in entry order."""
         logits, first = inputs.logits, batch.num_prompt_rows
         if first:
             _write_prompt_rows(inputs, batch)
@@ -206,8 +204,8 @@ class Packer:
         return tuple(updates)
 
     def _write_masks(self, inputs: ModelInputs, batch: Batch) -> tuple[MaskUpdate, ...]:
-        """Masks of constrained rows where they differ from the last: the first in the row's own
-        record, others, of this step only, in records after the rows', named by its logit rows."""
+        """Where they differ from the last: the first in the row's own record, others in records
+        after the rows', named by its logit rows."""
         updates: list[MaskUpdate] = []
         index, num_records = batch.num_prompt_rows, self._num_rows
         for entry in batch.entries:
@@ -245,7 +243,6 @@ def _decode_start(sequence: Sequence) -> int:
 
 
 def _token_ids(batch: Batch) -> list[int]:
-    """The batch's token ids; LAST_SAMPLED for a token not yet read back from the device."""
     ids: list[int] = []
     for entry in batch.entries:
         start, known = entry.start, entry.sequence.token_ids
@@ -261,7 +258,7 @@ def _token_ids(batch: Batch) -> list[int]:
 
 
 def _count_up(starts: Int32Array, lengths: Int32Array, total: int) -> Int32Array:
-    """Concatenation [total] of the ranges starts[i], …, starts[i] + lengths[i] - 1."""
+    """Concatenates the ranges starts[i] … starts[i] + lengths[i] - 1: [total]."""
     firsts = np.cumsum(lengths, dtype=np.int32) - lengths
     return np.arange(total, dtype=np.int32) + np.repeat(starts - firsts, lengths)
 
@@ -307,7 +304,6 @@ def _write_reaches(inputs: ModelInputs, batch: Batch) -> None:
 
 
 def _write_rope_positions(inputs: ModelInputs, batch: Batch) -> None:
-    """Writes those of sequences with images; in others they are the positions."""
     for entry in batch.entries:
         attachments = entry.sequence.request.attachments
         if attachments:
@@ -351,16 +347,14 @@ def _write_prompt_rows(inputs: ModelInputs, batch: Batch) -> None:
         logits.num_logprobs[places] = sequence.params.prompt_logprobs
 
 
-NUM_AXES = 3
-"""Time, row, column."""
+NUM_AXES = 3  # Time, row, column
 
 
 def rope_positions(
     attachments: SequenceOf[Attachment], start: int, stop: int
 ) -> npt.NDArray[np.int32]:
-    """The positions of the tokens at indices [start, stop) of a sequence: [stop - start, 3].
-    `attachments`: all images of the sequence, by their place; each is a run of placeholders. Those
-    without a grid count as text."""
+    """[stop - start, 3] of the tokens at indices [start, stop); images without a grid count as
+    text."""
     found = np.empty((stop - start, NUM_AXES), np.int32)
     shift = 0  # of positions against indices
     done = start

@@ -12,8 +12,8 @@ import numpy.typing as npt
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class PromptRowsProgress:
-    """Positions below `num_read` were reported, below `num_launched` launched; both start at 1, as
-    no row precedes."""
+    """Positions below `num_read` were reported, below `num_launched` launched; from 1, as no row
+    precedes."""
 
     num_prompt_tokens: int
     num_launched: int = 1
@@ -24,11 +24,11 @@ class PromptRowsProgress:
         return self.num_read >= self.num_prompt_tokens
 
     def positions(self, start: int, end: int) -> range:
-        """Positions not yet launched whose logits result from computing tokens [start, end)."""
+        """Not yet launched, whose logits result from computing tokens [start, end)."""
         return range(max(start + 1, self.num_launched), min(end + 1, self.num_prompt_tokens))
 
     def fit(self, start: int, count: int, num_rows: int) -> int:
-        """The most tokens from `start`, up to `count`, that need `num_rows` rows or fewer."""
+        """The most tokens from `start`, up to `count`, that need at most `num_rows` rows."""
         positions = self.positions(start, start + count)
         if len(positions) <= num_rows:
             return count
@@ -45,19 +45,16 @@ class PromptRowsProgress:
         return fresh
 
     def skip(self, count: int) -> None:
-        """The first `count` positions have been reported elsewhere."""
         self.num_launched = self.num_read = 1 + count
 
     def rewind(self) -> None:
-        """After a preemption: positions launched but not read must be launched again."""
         self.num_launched = self.num_read
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Pool:
-    """The sum of the states so far, and then their embedding, of so many `dimensions`; None: all.
-    `embedding` is float32, little endian; None before `finish`. Without `normalize` it has the
-    length that the mean has."""
+    """The mean of hidden states, cut to `dimensions` (None: all), of unit length with `normalize`.
+    `embedding`: float32, little endian; None before `finish`."""
 
     dimensions: int | None
     normalize: bool = True
@@ -66,15 +63,14 @@ class Pool:
     _count: int = field(default=0, init=False)
 
     def add(self, states: npt.NDArray[np.float32]) -> None:
-        """Adds hidden states [N, E] of consecutive tokens."""
+        """Hidden states [N, E] of consecutive tokens."""
         for state in states.astype(np.float64):
             # A sum by numpy would be of an order of its own.
             self._total = state.copy() if self._total is None else self._total + state
             self._count += 1
 
     def finish(self) -> bool:
-        """The mean of states, cut to [D] and scaled to unit length if asked (zeros stay). False if
-        it is not finite."""
+        """False if the mean is not finite. Zeros stay."""
         assert self._total is not None, "nothing was added"
         values = self._total[: self.dimensions] / self._count  # [D]
         if not np.isfinite(values).all():

@@ -16,8 +16,8 @@ from cadenza.sparse_prefill import KeptTokens
 from cadenza.structured import Constraint
 from cadenza.tenant import Tenant
 
+# Tokens that are appended at once because no others may follow; a step computes them together.
 MAX_FORCED_TOKENS = 16
-"""Tokens that are appended at once because no others may follow; a step computes them together."""
 
 
 class PageCopy(NamedTuple):
@@ -55,76 +55,65 @@ class SequenceStatus(Enum):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Sequence:
-    """One stream of a request: number `sample` of `siblings` (empty if the request has only one).
-
-    Args:
-        arrived_s: when it was submitted, by the engine's clock.
-        wait_reason: why it did not start in the newest step, if that step got as far as to it.
-        token_ids: the prompt, or what is kept of it, and all tokens read back so far.
-        kept: the tokens that are computed of a pruned prompt; a position is a place
-            among these. None while they are not known, and where the whole prompt is computed.
-        whole_because: why it is, although its request has a sparse prefill.
-        page_copy: the page copy to make before its next step; None after that step's launch.
-        num_computed_tokens: tokens whose KV exists once the launched steps have run.
-        num_pending_tokens: tokens sampled by launched steps that have not been read; all drafts
-            are taken for accepted until then.
-        num_void_choices: choices of launched steps whose tokens were known before they were read.
-        has_started: it has had a row.
-        is_retried: a step with it failed, and it has not sampled since; its steps are its own.
-        num_cached_tokens: prompt tokens whose KV was shared at its first start; None before. A
-            sample that another engine began has that engine's number.
-        cache_miss: where and why the look-up of its prompt ended at its first start, if early.
-        num_sent_pages: entries of the page table already sent to the device.
-        state: the recurrent state of its row; None without one, and while it has no row.
-        published_serial: the prefix cache's serial of its last published page; None after a
-            key collision, or where the tenant's share of the cache is in use: both end publication.
-        awaited_key: the key of a page that another sequence computes, for which this one waits.
-        whole_spans: of its prompt; empty if its tokens attend to earlier ones only.
-        prompt_rows: None if none are needed but that of the prompt's last token.
-        pool: of its hidden states; None if it is not pooled.
-        drafting: None if its steps verify no drafts.
-        constraint: has accepted its generated tokens; None if every token is allowed.
-        takes_forced: tokens that must follow are appended without being sampled.
-        num_uncharged_tokens: such tokens that its tenant has not been charged for.
-    """
+    """One stream of a request: number `sample` of `siblings` (empty if the request has only
+    one)."""
 
     request_id: int
     request: Request
     seed: int
     max_num_tokens: int
     stop_token_ids: frozenset[int]
-    token_ids: list[int]
+    token_ids: list[int]  # the prompt, or what is kept of it, and all tokens read back so far
+    # the tokens that are computed of a pruned prompt; a position is a place among these. None while
+    # they are not known, and where the whole prompt is computed.
     kept: KeptTokens | None = None
+    # why it is, although its request has a sparse prefill
     whole_because: WholePromptReason | None = None
-    arrived_s: float = 0.0
+    arrived_s: float = 0.0  # when it was submitted, by the engine's clock
     sample: int = 0
     siblings: list["Sequence"] = field(default_factory=list["Sequence"])
     status: SequenceStatus = SequenceStatus.WAITING
+    # why it did not start in the newest step, if that step got as far as to it
     wait_reason: WaitReason | None = None
     row: int | None = None
     page_table: list[int] = field(default_factory=list[int])
+    # the page copy to make before its next step; None after that step's launch
     page_copy: PageCopy | None = None
     page_keys: list[bytes] = field(default_factory=list[bytes])
-    num_computed_tokens: int = 0
+    num_computed_tokens: int = 0  # tokens whose KV exists once the launched steps have run
+    # tokens sampled by launched steps that have not been read; all drafts are taken for accepted
+    # until then
     num_pending_tokens: int = 0
+    # choices of launched steps whose tokens were known before they were read
     num_void_choices: int = 0
-    has_started: bool = False
+    has_started: bool = False  # it has had a row
+    # a step with it failed, and it has not sampled since; its steps are its own
     is_retried: bool = False
+    # prompt tokens whose KV was shared at its first start; None before. A sample that another
+    # engine began has that engine's number.
     num_cached_tokens: int | None = None
+    # where and why the look-up of its prompt ended at its first start, if early
     cache_miss: CacheMiss | None = None
     num_published_pages: int = 0
+    # the prefix cache's serial of its last published page; None after a key collision, or where the
+    # tenant's share of the cache is in use: both end publication
     published_serial: int | None = 0
+    # the key of a page that another sequence computes, for which this one waits
     awaited_key: bytes | None = None
-    num_sent_pages: int = 0
+    num_sent_pages: int = 0  # entries of the page table already sent to the device
+    # the recurrent state of its row; None without one, and while it has no row
     state: SequenceState | None = None
     num_preemptions: int = 0
+    # of its prompt; empty if its tokens attend to earlier ones only
     whole_spans: tuple[WholeSpan, ...] = ()
+    # None if none are needed but that of the prompt's last token
     prompt_rows: PromptRowsProgress | None = None
-    pool: Pool | None = None
-    drafting: Drafting | None = None
+    pool: Pool | None = None  # of its hidden states; None if it is not pooled
+    drafting: Drafting | None = None  # None if its steps verify no drafts
+    # has accepted its generated tokens; None if every token is allowed
     constraint: Constraint | None = None
-    takes_forced: bool = True
-    num_uncharged_tokens: int = 0
+    takes_forced: bool = True  # tokens that must follow are appended without being sampled
+    num_uncharged_tokens: int = 0  # such tokens that its tenant has not been charged for
 
     @property
     def params(self) -> SamplingParams:
@@ -162,7 +151,7 @@ class Sequence:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Tokens still to be computed; 0 if its last token is already being sampled."""
+        """0 if its last token is already being sampled."""
         num_pending = self.num_pending_tokens
         num_tokens = len(self.token_ids) + num_pending
         if num_pending and num_tokens >= self.max_num_tokens:
@@ -171,7 +160,7 @@ class Sequence:
 
     @property
     def has_forced_tokens(self) -> bool:
-        """True if the tokens still to be computed are the newest one and forced ones after it."""
+        """Whether those to be computed are the newest one and forced ones after it."""
         return (
             self.constraint is not None
             and self.num_computed_tokens >= self.num_prompt_tokens
@@ -193,7 +182,7 @@ class Sequence:
     @property
     def fork_source(self) -> "Sequence | None":
         """A running sibling with the prompt's KV and state but for the last token, which each
-        stream recomputes to sample."""
+        recomputes."""
         if not self.is_fresh or self.needs_prompt_rows:
             return None
         for sibling in self._running_siblings():
@@ -203,7 +192,7 @@ class Sequence:
 
     @property
     def is_expecting_source(self) -> bool:
-        """True while a running sibling has not yet computed the prompt that this one will share."""
+        """While a running sibling has not yet computed the prompt that this one will share."""
         if not self.is_fresh or self.needs_prompt_rows:
             return False
         is_coming = any(sibling.is_before_fork for sibling in self._running_siblings())
@@ -216,8 +205,7 @@ class Sequence:
 
     @property
     def has_fork_state(self) -> bool:
-        """Has the state after the prompt without its last token, or needs none; missing where slots
-        were too few."""
+        """Has the state after the prompt without its last token, or needs none."""
         state = self.state
         return state is None or self.num_prompt_tokens == 1 or state.for_samples is not None
 
@@ -245,8 +233,8 @@ class Sequence:
         self.awaited_key = None
 
     def append(self, token_id: int) -> FinishReason | None:
-        """Returns the finish reason of the last token: a stop token at the maximum length counts as
-        "stop", as does one after which the constraint allows none."""
+        """The finish reason: a stop token at the maximum length counts as "stop", as does one after
+        which the constraint allows none."""
         self.token_ids.append(token_id)
         self.num_pending_tokens -= 1
         self.is_retried = False
@@ -259,7 +247,7 @@ class Sequence:
         return "length" if len(self.token_ids) >= self.max_num_tokens else None
 
     def append_forced(self, token_id: int) -> FinishReason | None:
-        """Appends a token without sampling; a launched step's sample in its place is discarded."""
+        """Without sampling; a launched step's sample in its place is discarded."""
         if self.num_pending_tokens:
             self.num_void_choices += 1
         else:
@@ -268,12 +256,12 @@ class Sequence:
         return self.append(token_id)
 
     def drop_drafts(self) -> None:
-        """After a step with drafts was read: KV of tokens that it did not sample is discarded."""
+        """After a step with drafts was read."""
         self.num_pending_tokens = 0
         self.num_computed_tokens = min(self.num_computed_tokens, len(self.token_ids) - 1)
 
     def rewind(self) -> None:
-        """Resets row, pages and progress; keeps the tokens, so that the stream can continue."""
+        """Keeps the tokens, so that the stream can continue."""
         self.row = None
         self.page_table = []
         self.page_copy = None

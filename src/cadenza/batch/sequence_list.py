@@ -55,7 +55,7 @@ class SequenceList(SequenceOf[Sequence]):
 
 
 class RunningRows(SequenceList):
-    """The running sequences in the order of their starts, each in the lowest row that was free."""
+    """In the order of their starts, each in the lowest row that was free."""
 
     def __init__(self, num_rows: int) -> None:
         super().__init__()
@@ -72,7 +72,6 @@ class RunningRows(SequenceList):
         super().append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """A running sequence loses its row; its status is the caller's."""
         assert sequence.row is not None, "a running sequence has no row"
         heapq.heappush(self._free, sequence.row)
         super().remove(sequence)

@@ -5,19 +5,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import sqrt
 
-CORRECTION = 0.1
-"""The share of a step's error by which the costs change."""
+CORRECTION = 0.1  # The share of a step's error by which the costs change
 
+# A measured time counts as at most this multiple of its prediction, and at least its inverse.
 MAX_RATIO = 2.0
-"""A measured time counts as at most this multiple of its prediction, and at least its inverse."""
 
 SMALLEST_MS = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLoad:
-    """A step's tokens, logit rows and keys; a token at position p attends to p + 1 keys, its own
-    among them."""
+    """A token at position p attends to p + 1 keys, its own among them."""
 
     num_tokens: int = 0
     num_logits: int = 0
@@ -31,7 +29,7 @@ class StepLoad:
         )
 
     def without(self, start: int, count: int) -> "StepLoad":
-        """Without `count` tokens of one sequence from position `start`, each with a logit row."""
+        """`count` tokens of one sequence from position `start`, each with a logit row."""
         return StepLoad(
             num_tokens=self.num_tokens - count,
             num_logits=self.num_logits - count,
@@ -45,7 +43,7 @@ def num_keys(start: int, count: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCost:
-    """Milliseconds of a step: `fixed_ms`, and so much for each token, logit row and key."""
+    """Milliseconds: `fixed_ms`, and so much for each token, logit row and key."""
 
     fixed_ms: float
     token_ms: float
@@ -72,8 +70,7 @@ class StepCost:
         )
 
     def corrected(self, load: StepLoad, measured_ms: float) -> "StepCost":
-        """After a step took `measured_ms`: each part changes by its share of the prediction; no
-        cost becomes negative."""
+        """Each part changes by its share of the prediction; no cost becomes negative."""
         predicted = self.predict_ms(load)
         ratio = min(MAX_RATIO, max(1 / MAX_RATIO, measured_ms / predicted))
         factor = CORRECTION * (ratio - 1) / predicted
@@ -89,8 +86,8 @@ class StepCost:
         )
 
     def most_tokens(self, start: int, left_ms: float, *, has_logits: bool = False) -> float:
-        """Prompt tokens from `start` that take `left_ms`, a fraction; `has_logits`: each has a row
-        of logits."""
+        """Prompt tokens from `start` that take `left_ms`, a fraction; `has_logits`: each has a
+        row."""
         if left_ms <= 0:
             return 0.0
         # key_ms / 2 * n^2 + linear * n = left_ms
@@ -111,8 +108,7 @@ class StepCost:
         return int(left_ms / (MIN_PROMPT_TOKENS * self.key_ms) + 1e-3) + MIN_PROMPT_TOKENS
 
     def prefill_share(self, bound_ms: float, num_tokens: int) -> float:
-        """A prompt's rate in steps of at most `bound_ms`, relative to steps of `num_tokens`,
-        without decodes."""
+        """A prompt's rate in steps of at most `bound_ms`, relative to steps of `num_tokens`."""
         most = self.most_tokens(0, bound_ms - self.fixed_ms)
         count = min(num_tokens, max(most, MIN_PROMPT_TOKENS))
         bounded = self.fixed_ms / count + self.token_ms
@@ -134,10 +130,9 @@ def fit_step_cost(
     chunk: MeasuredStep,
     far_chunk: MeasuredStep | None,
 ) -> StepCost:
-    """The cost that four steps imply, one part after the other. `one_row`: one token of one
-    sequence, early in its context. `all_rows`: one such token of each row; None if there is one row
-    only. `chunk`: prompt tokens from the context's start, without logits. `far_chunk`: as many
-    prompt tokens late in the context; None where keys cost nothing."""
+    """From four steps. `one_row`: one token early in a context; `all_rows`: one of each row; None
+    with one row. `chunk`: prompt tokens from the start; `far_chunk`: as many late in the context;
+    None where keys cost nothing."""
     num_more = max(1, chunk.load.num_tokens - one_row.load.num_tokens)
     token_ms = (chunk.ms - one_row.ms) / num_more
     logit_ms = key_ms = 0.0
@@ -153,14 +148,14 @@ def fit_step_cost(
     return replace(cost, fixed_ms=max(SMALLEST_MS, fixed_ms))
 
 
+# Prompt tokens of a step whose decodes leave no time for any, so that prompts go on.
 MIN_PROMPT_TOKENS = 16
-"""Prompt tokens of a step whose decodes leave no time for any, so that prompts go on."""
 
 
 MIN_BOUND_MS = 50.0
 DECODE_STEPS_PER_BOUND = 2.0
+# Steps of longer contexts do not make the default bound longer, which holds for all prompts.
 BOUND_CONTEXT = 8192
-"""Steps of longer contexts do not make the default bound longer, which holds for all prompts."""
 
 
 def full_decode(num_rows: int) -> StepLoad:
@@ -181,8 +176,8 @@ def derive_bound_ms(cost: StepCost, num_rows: int, max_model_len: int) -> float:
     return max(MIN_BOUND_MS, DECODE_STEPS_PER_BOUND * decode_ms, granted_ms)
 
 
+# Steps that take up to this multiple of the bound are as they should be; see `StepBound.tail`.
 TOLERANCE = 1.1
-"""Steps that take up to this multiple of the bound are as they should be; see `StepBound.tail`."""
 
 TAIL_SHARE, TAIL_STEP = 0.01, 0.05
 MAX_TAIL = 2.0
@@ -190,31 +185,28 @@ MAX_TAIL = 2.0
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class StepBound:
-    """A bound on the time of a step, its cost model, and how often the bound was not kept.
+    """A bound on a step's time, which is the longest between two tokens of a stream that is not
+    preempted, as far as the predictions hold."""
 
-    Args:
-        derive_ms: the bound from the current costs, so that prompts do not stand still when the
-            machine becomes slower; None if the bound is fixed.
-        max_ms: the bound; also the longest time between two tokens of a stream that is not
-            preempted, as far as the predictions hold.
-        tail: the multiple of its prediction that one step with prompts in a hundred exceeds. Where
-            it is above `TOLERANCE`, as with other load on the machine, steps are shorter.
-        num_granted: steps with `MIN_PROMPT_TOKENS` although they are predicted to exceed the bound.
-        num_exceeded: steps that took longer than the bound.
-    """
-
+    # the bound; also the longest time between two tokens of a stream that is not preempted, as far
+    # as the predictions hold
     max_ms: float
     cost: StepCost
+    # the bound from the current costs, so that prompts do not stand still when the machine becomes
+    # slower; None if the bound is fixed
     derive_ms: Callable[[StepCost], float] | None = None
+    # the multiple of its prediction that one step with prompts in a hundred exceeds. Where it is
+    # above `TOLERANCE`, as with other load on the machine, steps are shorter.
     tail: float = TOLERANCE
+    # steps with `MIN_PROMPT_TOKENS` although they are predicted to exceed the bound
     num_granted: int = 0
-    num_exceeded: int = 0
+    num_exceeded: int = 0  # steps that took longer than the bound
 
     def left_ms(self, decodes: StepLoad) -> float:
         return self.max_ms * min(1.0, TOLERANCE / self.tail) - self.cost.predict_ms(decodes)
 
     def count(self, measured_ms: float) -> None:
-        """A step took `measured_ms`, from which nothing is to be learned."""
+        """Nothing is learned from the step."""
         self.num_exceeded += measured_ms > self.max_ms
 
     def observe(self, load: StepLoad, measured_ms: float) -> None:

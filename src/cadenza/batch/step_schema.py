@@ -25,36 +25,30 @@ HostArray = npt.NDArray[Any]
 
 NO_HIDDEN = np.zeros((0, 0), np.float32)
 
+# In `TokenInputs.ids`: use the row's last sampled token, which is still on the device.
 LAST_SAMPLED = -1
-"""In `TokenInputs.ids`: use the row's last sampled token, which is still on the device."""
 
 PADDING = -1
 
-NO_ROPE_POSITION = -1
-"""In `TokenInputs.rope_positions`: the token's position on each axis."""
+NO_ROPE_POSITION = -1  # In `TokenInputs.rope_positions`: the token's position on each axis
 
+# In `RowInputs.state_starts`: zeros. In `TokenInputs.state_slots`: the state is not kept.
 NO_STATE = -1
-"""In `RowInputs.state_starts`: zeros. In `TokenInputs.state_slots`: the state is not kept."""
 
-NO_IMAGE = -1
-"""In `TokenInputs.image_slots`: the token has the embedding of its id."""
+NO_IMAGE = -1  # In `TokenInputs.image_slots`: the token has the embedding of its id
 
-NO_REACH = -1
-"""In `TokenInputs.reaches`: the token attends to no later one."""
+NO_REACH = -1  # In `TokenInputs.reaches`: the token attends to no later one
 
+# In `TokenInputs.window_starts`: what the layer's window allows, by positions.
 NO_WINDOW_START = -1
-"""In `TokenInputs.window_starts`: what the layer's window allows, by positions."""
 
-NO_SCORES = 0
-"""In `RowInputs.score_lens`: the row's tokens score none."""
+NO_SCORES = 0  # In `RowInputs.score_lens`: the row's tokens score none
 
 NO_TARGET = -1
 
-NO_RULES = -1
-"""In `LogitInputs.rule_record`."""
+NO_RULES = -1  # In `LogitInputs.rule_record`
 
-NUM_EXTRA_LOGIT_ROWS = 64
-"""Logit rows per step for prompts and drafts, in addition to one per row."""
+NUM_EXTRA_LOGIT_ROWS = 64  # Logit rows per step for prompts and drafts, in addition to one per row.
 
 WORD = np.dtype(np.int32)
 
@@ -65,8 +59,8 @@ RowSetting = Callable[[Sequence], int | float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FieldSpec:
-    """`columns` words per entry, on an axis with `extra` more; `setting` is constant while a
-    sequence has its row."""
+    """`columns` words per entry, on an axis with `extra` more; `setting`: constant while a sequence
+    has its row."""
 
     name: str
     dtype: np.dtype[Any]
@@ -103,7 +97,7 @@ def _setting(dtype: type[np.generic], *, off: int | float, of: RowSetting) -> di
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCounts(Generic[A]):
-    """Numbers of entries in use, as arrays of shape [1]."""
+    """Entries in use, as arrays of shape [1]."""
 
     num_tokens: A = field(metadata=_words())
     num_logits: A = field(metadata=_words())
@@ -125,13 +119,11 @@ class TokenInputs(Generic[A]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowInputs(Generic[A]):
-    """[R]; `query_starts` is [R + 1]. `decode_starts` is the position of a prompt's last token, or
-    0 if the logits of all its tokens are needed. A backend whose results depend on how tokens are
-    cut into calls computes a row's tokens from there on one at a time, also when they are computed
-    again. `state_starts` are the slots of the recurrent state before the row's first token of the
-    step. A slot that a step writes is read by no other row of it. Where `score_lens` is not 0, the
-    row's last token of the step scores the tokens before that position
-    (`backends.base.PromptScorer`)."""
+    """[R]; `query_starts` is [R + 1]. `decode_starts`: a prompt's last token, or 0 if the logits of
+    all its tokens are needed; a backend whose results depend on how tokens are cut into calls
+    computes a row's tokens from there on one at a time, also when they are computed again. A slot
+    that a step writes is read by no other row of it. With `score_lens` the row's last token scores
+    the tokens before that position."""
 
     query_starts: A = field(metadata=_words(extra=1))
     kv_lens: A = field(metadata=_words())  # including this step's tokens; 0 for unused rows
@@ -163,11 +155,10 @@ def _top_k(sequence: Sequence) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitInputs(Generic[A]):
-    """[L], of which `num_logits` are in use: logit rows and sampling settings. A batch row's logit
-    rows are in order of position: the last samples its last token. `positions`: of the token
-    sampled or scored, which sets the draw's key; rules apply to the tokens before it.
-    `rule_record`: the row's own or a copy with another mask. A row with a target reports its log
-    probability and samples none."""
+    """[L], of which `num_logits` are in use. `positions`: of the token sampled or scored, which
+    sets the draw's key; rules apply to the tokens before it. A row's logit rows are in order of
+    position: the last samples its last token. A row with a target reports its log probability and
+    samples none."""
 
     token_indices: A = field(metadata=_words(fill=PADDING))  # into T
     rows: A = field(metadata=_words())
@@ -193,8 +184,8 @@ def specs_of(group: _Group) -> tuple[FieldSpec, ...]:
     return tuple(FieldSpec(name=each.name, **each.metadata) for each in fields(group))
 
 
+# The sampling settings: the last fields of `LogitInputs`
 SETTINGS = tuple(spec for spec in specs_of(LogitInputs) if spec.setting is not None)
-"""The sampling settings: the last fields of `LogitInputs`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,7 +230,7 @@ class StepLayout:
         return StepGroups(counts=counts, tokens=tokens, rows=rows, logits=logits)
 
     def empty_words(self) -> Int32Array:
-        """The buffer of a step without tokens: all padding."""
+        """Of a step without tokens: all padding."""
         parts = [
             np.full(place.end - place.start, place.spec.fill, place.spec.dtype).view(WORD)
             for place in _places(self)
@@ -258,8 +249,6 @@ class StepLayout:
 
 
 class _Place(NamedTuple):
-    """A field's words [start, end) in the buffer of a layout."""
-
     group: _Group
     spec: FieldSpec
     start: int
@@ -289,9 +278,8 @@ class RuleUpdate:
 
 @dataclass(frozen=True, slots=True)
 class MaskUpdate:
-    """Makes `record` the rules of `row` with another mask, from this step on, after rule updates.
-    The record is the row's own, of which only the mask changes, or one after all rows', for logit
-    rows of this step."""
+    """Makes `record` the rules of `row` with another mask, after rule updates: the row's own
+    record, of which only the mask changes, or one after all rows', for logit rows of this step."""
 
     record: int
     row: int
@@ -300,9 +288,8 @@ class MaskUpdate:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ImageCall:
-    """Part of the encoding of an image: the work items [start, stop) of its `ImageWork`. Those of
-    an image come in order, from 0, and none of another image comes between them. The last work item
-    writes `slots` [rows * columns], one for each placeholder."""
+    """Work items [start, stop) of an image, in order from 0, none of another image between them.
+    The last one writes `slots` [rows * columns]."""
 
     attachment: Attachment
     start: int
@@ -318,9 +305,9 @@ class ImageCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SpanCall:
-    """Rows of a span in pass `pass_index` (`core.whole_spans`), of which the first is the span's
-    row `first`. `words` are a step's with these rows as its tokens, and the whole span in its row's
-    `kv_lens`; `groups` are views of it."""
+    """Rows of a span in pass `pass_index`, from the span's row `first`. `words` are a step's with
+    these rows as its tokens, and the whole span in its row's `kv_lens`; `groups` are views of
+    it."""
 
     pass_index: int
     first: int
@@ -330,28 +317,27 @@ class SpanCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInputs:
-    """A runner's inputs for one step: ragged rows concatenated and padded to a bucket. `words`
-    holds all declared fields and is uploaded; `groups` are views of it. Data that rarely changes is
-    sent separately."""
+    """Ragged rows concatenated and padded to a bucket. `words` holds all declared fields and is
+    uploaded; `groups` are views of it. Data that rarely changes is sent separately."""
 
     step_id: int
     words: Int32Array
     groups: StepGroups[HostArray]
+    # [U, 3] of (row, index in the row's page table, page)
     page_updates: Int32Array = field(default_factory=lambda: np.zeros((0, 3), np.int32))
-    """[U, 3] of (row, index in the row's page table, page)."""
+    # [C, 3] of `core.sequence.PageCopy`, done before the step. A backend may copy full pages; one
+    # whose page is a slot of `max_model_len` tokens copies only the first `num_tokens`.
     page_copies: Int32Array = field(default_factory=lambda: np.zeros((0, 3), np.int32))
-    """[C, 3] of `core.sequence.PageCopy`, done before the step. A backend may copy full pages; one
-    whose page is a slot of `max_model_len` tokens copies only the first `num_tokens`."""
     rule_updates: tuple[RuleUpdate, ...] = ()
     mask_updates: tuple[MaskUpdate, ...] = ()
+    # Tokens are chosen when the masks are given later, by `backends.base.LateStepHandle`.
     masks_follow: bool = False
-    """Tokens are chosen when the masks are given later, by `backends.base.LateStepHandle`."""
+    # [H] logit rows whose hidden states are needed, ascending
     hidden_rows: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))
-    """[H] logit rows whose hidden states are needed, ascending."""
+    # Done in order, before the step's tokens, of which there may be none
     image_calls: tuple[ImageCall, ...] = ()
-    """Done in order, before the step's tokens, of which there may be none."""
+    # Done in order after `image_calls` and all updates, before the step's tokens.
     span_calls: tuple[SpanCall, ...] = ()
-    """Done in order after `image_calls` and all updates, before the step's tokens."""
 
     @classmethod
     def empty(cls, *, bucket: int, num_rows: int) -> "ModelInputs":
@@ -397,7 +383,7 @@ class RowSettings:
             view[row] = spec.setting(sequence)
 
     def write(self, inputs: ModelInputs, places: slice, rows: HostArray) -> None:
-        """Writes the settings of the batch's `rows` to the logit rows `places`."""
+        """Of the batch's `rows` to the logit rows `places`."""
         num_logits = len(inputs.logits.rows)
         block = inputs.words[-len(SETTINGS) * num_logits :].reshape(len(SETTINGS), num_logits)
         block[:, places] = self._words[:, rows]
@@ -405,8 +391,8 @@ class RowSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutput:
-    """Results of a step, one entry per logit row in use (N). `hidden` are the last hidden states,
-    those after the final norm, of `ModelInputs.hidden_rows`."""
+    """One entry per logit row in use (N). `hidden`: the states after the final norm of
+    `ModelInputs.hidden_rows`."""
 
     token_ids: Int32Array  # [N]
     is_finite: npt.NDArray[np.bool_]  # [N]; False if the logits hold a NaN or an infinity

@@ -11,9 +11,9 @@ from cadenza.batch.sequence import Sequence
 from cadenza.bounds import MAX_BIASES
 from cadenza.request import MAX_BAD_WORD_TOKENS
 
+# Header words: number of prompt tokens · sequence length from which stop tokens are allowed · the
+# three penalties as float32 bits · 1 if the mask applies.
 NUM_PROMPT, STOPS_FROM, PRESENCE, FREQUENCY, REPETITION, HAS_MASK = range(6)
-"""Header words: number of prompt tokens · sequence length from which stop tokens are allowed · the
-three penalties as float32 bits · 1 if the mask applies."""
 
 BIAS_IDS = 16
 BIAS_VALUES = BIAS_IDS + MAX_BIASES
@@ -22,8 +22,7 @@ MAX_STOPS = 192
 BAD_WORDS = STOPS + MAX_STOPS
 MASK = BAD_WORDS + MAX_BAD_WORD_TOKENS
 
-NONE = -1
-"""Pads lists, and precedes each bad word."""
+NONE = -1  # Pads lists, and precedes each bad word
 
 RuleRecord = npt.NDArray[np.int32]  # [W]
 
@@ -40,7 +39,7 @@ class RuleLayout:
         return MASK + -(-self.vocab_size // 32)
 
     def encode(self, sequence: Sequence) -> RuleRecord | None:
-        """Packs a sequence's rules into a record [W]; None if it has none."""
+        """[W]; None if it has no rules."""
         if not has_rules(sequence):
             return None
         params = sequence.request.params
@@ -67,7 +66,6 @@ class RuleLayout:
         return record
 
     def read_mask(self, allowed: bytes) -> npt.NDArray[np.int32]:
-        """The mask [ceil(V / 32)] of a constraint's bits."""
         return np.frombuffer(allowed, "<i4", self.num_words - MASK).astype(np.int32)
 
     def mask_of(self, allowed: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
@@ -78,8 +76,8 @@ class RuleLayout:
 
 
 def ruling_fields(sequence: Sequence) -> tuple[str, ...]:
-    """The request's fields that rule out tokens at its next position, in a fixed order; biases,
-    penalties and filters never rule out every token."""
+    """Fields that rule out tokens at its next position, in a fixed order; biases, penalties and
+    filters never rule out every token."""
     request = sequence.request
     generated = sequence.token_ids[sequence.num_prompt_tokens :]
     is_masked = sequence.constraint is not None and any(
@@ -97,8 +95,8 @@ def ruling_fields(sequence: Sequence) -> tuple[str, ...]:
 
 
 def may_be_forced(sequence: Sequence) -> bool:
-    """Whether a token that is the only one its constraint allows can be taken unsampled: no other
-    field may rule it out, and its logprob is not asked for."""
+    """Whether the only token that its constraint allows can be taken unsampled: no other field may
+    rule it out, and its logprob is not asked for."""
     request = sequence.request
     return (
         sequence.takes_forced
@@ -110,14 +108,12 @@ def may_be_forced(sequence: Sequence) -> bool:
 
 
 def _is_begun(word: tuple[int, ...], generated: list[int]) -> bool:
-    """Whether all tokens of a bad word but its last one have just been generated."""
+    """All tokens of a bad word but its last have just been generated."""
     start = list(word[:-1])
     return generated[len(generated) - len(start) :] == start
 
 
 def has_rules(sequence: Sequence) -> bool:
-    """Whether a sequence has penalties, biases, bans, `min_tokens`, allowed tokens or a
-    constraint."""
     params = sequence.request.params
     return bool(
         params.presence_penalty

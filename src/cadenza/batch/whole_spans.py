@@ -25,13 +25,13 @@ def whole_spans_of(attachments: Iterable[Attachment]) -> tuple[WholeSpan, ...]:
 
 
 def cut_within(spans: Iterable[WholeSpan], stop: int) -> WholeSpan | None:
-    """The span within which tokens up to `stop` end, if there is one."""
+    """The span within which tokens up to `stop` end."""
     return next((span for span in spans if span.start < stop < span.stop), None)
 
 
 def fitting_count(spans: Iterable[WholeSpan], start: int, count: int, most: int) -> int:
-    """How many of `count` tokens a step computes to end within no span: fewer, or the rest of the
-    first span, if at most `most`; else 0."""
+    """How many of `count` tokens end within no span: fewer, or the rest of the first span, if at
+    most `most`; else 0."""
     cut = cut_within(spans, start + count)
     if cut is None:
         return count
@@ -42,13 +42,12 @@ def fitting_count(spans: Iterable[WholeSpan], start: int, count: int, most: int)
 
 
 def least_budget(longest: int, num_rows: int) -> int:
-    """The token budget with which a span of `longest` tokens fits each step, whatever the other
-    rows decode."""
+    """The token budget with which `longest` tokens fit each step, whatever other rows decode."""
     return longest + num_rows - 1
 
 
 class SpanRows(NamedTuple):
-    """The rows [first, end) of a span in pass `pass_index`."""
+    """[first, end) in pass `pass_index`."""
 
     pass_index: int
     first: int
@@ -57,15 +56,14 @@ class SpanRows(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpanShape:
-    """How a runner computes spans of up to `max_rows` rows: in passes over blocks of rows."""
+    """Spans of up to `max_rows` rows, in passes over blocks of rows."""
 
     num_passes: int
     max_rows: int
     block_rows: int
 
     def work(self, start: int, stop: int) -> ImageWork:
-        """What the work items of the tokens [start, stop) compute, in tokens of a whole step and in
-        keys that these attend to."""
+        """In tokens of a whole step and keys that these attend to."""
         num_rows = stop - start
         firsts = np.arange(0, num_rows, self.block_rows, dtype=np.float64)
         rows = np.minimum(self.block_rows, num_rows - firsts) / self.num_passes
@@ -73,7 +71,7 @@ class SpanShape:
         return ImageWork(products=products, attention=stop * products)
 
     def rows(self, num_rows: int, start: int, stop: int) -> Iterator[SpanRows]:
-        """The rows of the work items [start, stop) of a span; work items of one pass are joined."""
+        """Of work items [start, stop); those of one pass are joined."""
         num_blocks = -(-num_rows // self.block_rows)
         while start < stop:
             index, block = divmod(start, num_blocks)
@@ -85,8 +83,7 @@ class SpanShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpanRest:
-    """What is left of a span of `num_rows` rows that may be computed in work items: those of `work`
-    after `num_done`."""
+    """Work items of `work` after `num_done` of a span of `num_rows` rows."""
 
     work: ImageWork
     cost: ImageCost
@@ -102,22 +99,19 @@ class SpanRest:
         return len(self.work) - self.num_done
 
     def num_within(self, left_ms: float) -> int:
-        """Work items that take `left_ms`; may be 0."""
+        """That take `left_ms`; may be 0."""
         return self.cost.num_within(self.work, self.num_done, len(self.work), left_ms)
 
     def num_worth(self, num_tokens: int) -> int:
-        """Work items that compute as much as so many tokens of a step; may be 0."""
+        """That compute as much as so many tokens of a step; may be 0."""
         tokens = np.cumsum(self.work.products[self.num_done :])
         return int(np.searchsorted(tokens, num_tokens, side="right"))
 
     def predict_ms(self, count: int) -> float:
-        """Of the next `count` work items."""
         return self.cost.predict_ms(self.work.load(self.num_done, self.num_done + count))
 
     def behind(self, count: int) -> "SpanRest":
-        """Without the next `count` work items."""
         return replace(self, num_done=self.num_done + count)
 
     def at_cost(self, cost: ImageCost) -> "SpanRest":
-        """The same as it is predicted now."""
         return replace(self, cost=cost)

@@ -20,11 +20,10 @@ from cadenza.events import Event
 from cadenza.request import Request
 from cadenza.tenant import Tenant
 
+# Called with the events of one step on the serving thread; must not block.
 Emit = Callable[[list[Event]], None]
-"""Called with the events of one step on the serving thread; must not block."""
 
-Clock = Callable[[], float]
-"""Seconds, monotonic."""
+Clock = Callable[[], float]  # Seconds, monotonic
 
 STOPPED = "the engine stopped on an error; its log has the cause"
 
@@ -38,7 +37,7 @@ class BatchEngine(Protocol):
         ...
 
     def cancel(self, request_id: int, sample: int | None = None) -> None:
-        """Ends a request, or one of its samples; events already being emitted still arrive."""
+        """Events already being emitted still arrive."""
         ...
 
     def serve(self, emit: Emit) -> None:
@@ -46,56 +45,51 @@ class BatchEngine(Protocol):
         ...
 
     def watch(self, on_news: OnNews | None) -> None:
-        """Has `on_news` called with summaries of the steps, and when the engine is lost or ready,
-        until the next call; None ends it. Steps that nobody watches cost nothing for it."""
+        """Calls `on_news` with summaries of the steps, and when the engine is lost or ready, until
+        the next call; None ends it."""
         ...
 
     def drain(self, within_s: float) -> None:
         """Refuses new requests; `serve` returns once all have ended or `within_s` has elapsed."""
         ...
 
-    def shutdown(self) -> None:
-        """Makes `serve` return at once."""
-        ...
+    def shutdown(self) -> None: ...
 
 
 class ServedEngine(BatchEngine, Protocol):
-    """What a server needs of an engine beside that. Thread-safe; but for `wait_ready` its methods
-    return immediately and cause no work in the engine."""
+    """What a server needs beside that. Thread-safe; all but `wait_ready` return at once and cause
+    no work in the engine."""
 
     @property
-    def timeouts(self) -> RequestTimeouts:
-        """The time limits of each request."""
-        ...
+    def timeouts(self) -> RequestTimeouts: ...
 
     def status(self) -> EngineStatus: ...
 
     def stats(self) -> EngineStats | None:
-        """The latest snapshot from the current engine; None before its first one."""
+        """The latest of the current engine; None before its first one."""
         ...
 
     def load(self) -> EngineLoad:
-        """The current load; cheap, because it is read for each request."""
+        """Cheap, because it is read for each request."""
         ...
 
     def refusal(self, tenant: Tenant, priority: int) -> QueueFullError | None:
         """Why a request of the tenant would not be accepted now, because of those that wait; None
-        if it would be, or if other bounds decide. As cheap."""
+        if other bounds decide. As cheap."""
         ...
 
     def request_stats(self) -> RequestStats: ...
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Waits until it is ready. Raises CadenzaError: it could not load, or not in time."""
+        """Raises CadenzaError: it could not load, or not in time."""
         ...
 
     def call_at_death(self, on_death: Callable[[CadenzaError], object]) -> None:
-        """Has `on_death` called, on some thread, when the engine is given up after it was ready."""
+        """Calls `on_death`, on some thread, when the engine is given up after it was ready."""
         ...
 
 
 def check_step_errors(core: EngineCore) -> None:
-    """Raises RunnerError if too many consecutive steps have failed."""
     failures, most = core.num_consecutive_failures, core.limits.max_consecutive_step_errors
     if failures >= most:
         raise RunnerError(
@@ -105,14 +99,14 @@ def check_step_errors(core: EngineCore) -> None:
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
-    """A checked request with an id that no other one has had of its front end."""
+    """Its id is one that no other request of its front end has had."""
 
     request_id: int
     request: Request
 
 
 class Resume(msgspec.Struct, frozen=True, tag=True):
-    """A request that another engine began, under the id that it had there."""
+    """Another engine began it, under this id."""
 
     request_id: int
     request: Request
@@ -120,7 +114,7 @@ class Resume(msgspec.Struct, frozen=True, tag=True):
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
-    """Ends a request, or one of its samples, without further events."""
+    """Without further events."""
 
     request_id: int
     sample: int | None
@@ -134,13 +128,9 @@ def run_steps(
     receive: Callable[[float], Sequence[Command] | None],
     step: Callable[[], list[Event]],
 ) -> Iterator[list[Event]]:
-    """Repeatedly applies the received commands, runs a step and yields its events.
-
-    Args:
-        receive: returns the commands since its last call; without any it may wait for as many
-            seconds as it is given, and without end while the core is idle. None ends the loop.
-        step: advances `core` by one step.
-    """
+    """Applies the received commands, runs a step and yields its events. `receive` returns the
+    commands since its last call; without any it may wait for so many seconds, without end while the
+    core is idle; None ends the loop."""
     while (commands := receive(wait_s := core.launch_in_s())) is not None:
         for command in commands:
             if isinstance(command, Submit):

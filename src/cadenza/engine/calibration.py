@@ -22,18 +22,15 @@ from cadenza.batch.step_schema import ImageCall
 from cadenza.config import EngineLimits
 from cadenza.request import Attachment, Request, SamplingParams
 
-CHUNK = 64
-"""Prompt tokens of the timed chunks; fewer where the limits do not allow as many."""
+CHUNK = 64  # Prompt tokens of the timed chunks; fewer where the limits do not allow as many.
 
-FAR = 2048
-"""The position of the far chunk's first token, at most."""
+FAR = 2048  # The position of the far chunk's first token, at most
 
+# Steps of a kind that are timed, and seconds after which no further one is: an engine should start
+# in seconds, and what else runs on the machine is a small part of a long step.
 MOST_TIMED, ENOUGH_S = 4, 1.0
-"""Steps of a kind that are timed, and seconds after which no further one is: an engine should start
-in seconds, and what else runs on the machine is a small part of a long step."""
 
-TIMED_QUANTA = 16
-"""Quanta of one kind that are timed together, at most."""
+TIMED_QUANTA = 16  # Quanta of one kind that are timed together, at most
 
 
 def make_step_bound(cost: StepCost, limits: EngineLimits, max_ms: float | None) -> StepBound:
@@ -48,9 +45,8 @@ def make_step_bound(cost: StepCost, limits: EngineLimits, max_ms: float | None) 
 
 
 def measure_step_cost(runner: Runner, limits: EngineLimits, clock: Callable[[], float]) -> StepCost:
-    """Times a decode of one row and of all rows, and a chunk of a prompt near and far. The runner
-    is warm and computes nothing else. Keys cost nothing where a page is a slot whose whole capacity
-    every token attends to."""
+    """Times a decode of one row and of all rows, and a chunk of a prompt near and far, with a warm
+    runner. Keys cost nothing where a page is a slot whose whole capacity every token attends to."""
     timer = _StepTimer(runner, limits, clock)
     chunk = min(CHUNK, limits.max_num_batched_tokens, timer.max_tokens)
     far = min(FAR, timer.max_tokens - chunk)
@@ -70,8 +66,7 @@ def measure_step_cost(runner: Runner, limits: EngineLimits, clock: Callable[[], 
 def measure_decode_ms(
     runner: Runner, limits: EngineLimits, clock: Callable[[], float], num_rows: int, start: int
 ) -> float:
-    """Times a decode of so many rows, each after `start` tokens, with a runner as in
-    `measure_step_cost`."""
+    """Of so many rows, each after `start` tokens."""
     timer = _StepTimer(runner, limits, clock)
     return timer.time(num_rows=num_rows, start=start, count=1, has_logits=True).ms
 
@@ -79,8 +74,8 @@ def measure_decode_ms(
 def measure_image_cost(
     runner: Runner, limits: EngineLimits, part: Attachment, clock: Callable[[], float]
 ) -> ImageCost:
-    """Times the encoding of an image part, or as much as `ENOUGH_S` allows. The runner is warm,
-    computes nothing else and has no image in its slots."""
+    """Times the encoding of an image part, or as much as `ENOUGH_S` allows, with no image in the
+    slots."""
     assert isinstance(runner, ImageRunner), "the runner encodes no images"
     packer, work = Packer(limits, runner.vocab_size), runner.image_work(part)
     measured: list[MeasuredQuanta] = []
@@ -99,7 +94,6 @@ def measure_image_cost(
 
 
 def _end_of_kind(work: ImageWork, start: int) -> int:
-    """The end of the quanta from `start` on that all have attention, or all have none."""
     stop = start + 1
     while stop < min(len(work), start + TIMED_QUANTA):
         if bool(work.attention[stop]) != bool(work.attention[start]):
@@ -121,8 +115,7 @@ class _StepTimer:
         return min(limits.max_model_len, limits.num_pages * limits.page_size)
 
     def time(self, *, num_rows: int, start: int, count: int, has_logits: bool) -> MeasuredStep:
-        """The least time of steps that compute `count` tokens from `start` in each row, since other
-        work on the machine only adds to it."""
+        """The least time, since other work on the machine only adds to it."""
         times_s: list[float] = []
         while len(times_s) < MOST_TIMED and sum(times_s) < ENOUGH_S:
             times_s.append(self._time_once(num_rows, start, count, has_logits))

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from cadenza.batch.sequence import Sequence
 from cadenza.structured import CompileConstraint, Constraint, PendingConstraint
 
-WAIT_S = 0.05
-"""Longest wait of an engine that has nothing else to do."""
+WAIT_S = 0.05  # Longest wait of an engine that has nothing else to do
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +37,7 @@ class Compiling:
         self._waiting[samples[0].request_id] = _Waiting(samples, pending)
 
     def cancel(self, request_id: int, sample: int | None) -> bool:
-        """Removes a request, or one of its samples; False if it does not wait."""
+        """Of a request, or one of its samples; False if it does not wait."""
         found = self._waiting.get(request_id)
         if found is None:
             return False
@@ -63,7 +62,7 @@ class Compiling:
                 return
 
     def take(self) -> Iterator[tuple[list[Sequence], bool]]:
-        """The samples of each request that is compiled, and whether they have their constraints."""
+        """Of each request that is compiled, and whether its samples have their constraints."""
         done = [
             key for key, each in self._waiting.items() if all(one.done() for one in each.pending)
         ]
@@ -73,8 +72,8 @@ class Compiling:
 
 
 def _constrain(sequence: Sequence, pending: PendingConstraint) -> bool:
-    """Gives a sequence its constraint, which takes the tokens that another engine sampled and makes
-    the masks that that one had, since its limits count them."""
+    """The constraint takes the tokens that another engine sampled and makes the masks that that one
+    had, since its limits count them."""
     constraint: Constraint | None = pending.result()
     if constraint is None:
         return False

@@ -1,11 +1,6 @@
-"""`EngineCore`: the synchronous engine: submit, step and cancel; token ids in, events out.
-
-Owns the scheduler, the packer and the loop over one runner. Knows no text and no HTTP. A step
-depends only on the calls made so far, and on the injected clock where the time of steps is
-bounded or a policy counts waiting time.
-Invariants: request ids increase; a refused submit changes nothing; each sample of an accepted
-request gets exactly one `Finished` unless it is cancelled.
-"""
+"""`EngineCore`: the synchronous engine: submit, step and cancel; token ids in, events out. A step
+depends only on the calls made so far, and on the injected clock. Invariants: request ids increase;
+a refused submit changes nothing; each sample gets exactly one `Finished` unless it is cancelled."""
 
 import logging
 import secrets
@@ -56,60 +51,48 @@ from cadenza.structured import CompileConstraint
 
 logger = logging.getLogger(__name__)
 
+# After so many steps in a row that compute nothing, although there is work, `step` raises: the
+# engine would go on like this for ever.
 MAX_EMPTY_STEPS = 1000
-"""After so many steps in a row that compute nothing, although there is work, `step` raises: the
-engine would go on like this for ever."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoreOptions:
-    """Options of an engine; only `eos_token_ids` and `seed` affect the streams.
+    """Only `eos_token_ids` and `seed` affect the streams."""
 
-    Args:
-        eos_token_ids: tokens that end a stream unless its request ignores them.
-        loop: "overlap" launches a step before the previous one is read; "plain" does not.
-        reserved_output: fraction of a request's remaining output that admission reserves pages for.
-        seed: determines the seeds of requests without one.
-        secret: key of the prefix cache's hashes; random if None.
-        policy: the order in which requests start.
-        batching: "static" starts requests only when all that ran have ended.
-        step_bound: bounds the time of each step; None bounds only its tokens.
-        clock: seconds, monotonic; for the bound and for policies that count waiting time.
-        speculation: the drafts of its streams; None for none.
-        draft_model: the second model of `speculation`, if that has one; closed with the engine.
-        step_cost: what steps cost, where there is no bound; for drafts.
-        image_cost: what encoding costs, where images are encoded; None if it was not measured.
-        compile_constraint: of requests with a constraint; None refuses them.
-        page_folder: where pages of prompts are stored, whose secret takes the place of `secret`;
-            the runner must then be a `PageCopier`.
-        window: of the model's layers with a window; for prompts that are thinned out.
-        prompt_scorer: scores prompts for that; closed with the engine.
-    """
-
+    # tokens that end a stream unless its request ignores them
     eos_token_ids: frozenset[int] = frozenset()
+    # "overlap" launches a step before the previous one is read; "plain" does not
     loop: SchedulerLoop = "overlap"
+    # fraction of a request's remaining output that admission reserves pages for
     reserved_output: float = RESERVED_OUTPUT["balanced"]
-    seed: int = 0
-    secret: bytes | None = None
-    policy: TurnPolicy = FCFS
-    batching: Batching = "continuous"
-    step_bound: StepBound | None = None
+    seed: int = 0  # determines the seeds of requests without one
+    secret: bytes | None = None  # key of the prefix cache's hashes; random if None
+    policy: TurnPolicy = FCFS  # the order in which requests start
+    batching: Batching = "continuous"  # "static" starts requests only when all that ran have ended
+    step_bound: StepBound | None = None  # bounds the time of each step; None bounds only its tokens
+    # seconds, monotonic; for the bound and for policies that count waiting time
     clock: Callable[[], float] = time.perf_counter
-    speculation: SpeculativeConfig | None = None
+    speculation: SpeculativeConfig | None = None  # the drafts of its streams; None for none
+    # the second model of `speculation`, if that has one; closed with the engine
     draft_model: DraftModel | None = None
-    step_cost: StepCost | None = None
+    step_cost: StepCost | None = None  # what steps cost, where there is no bound; for drafts
+    # what encoding costs, where images are encoded; None if it was not measured
     image_cost: ImageCost | None = None
+    # of requests with a constraint; None refuses them
     compile_constraint: CompileConstraint | None = None
+    # where pages of prompts are stored, whose secret takes the place of `secret`; the runner must
+    # then be a `PageCopier`
     page_folder: PageFolder | None = None
+    # of the model's layers with a window; for prompts that are thinned out
     window: int | None = None
+    # scores prompts for that; closed with the engine
     prompt_scorer: PromptScorerModel | None = None
 
 
 class EngineCore:
-    """Continuous batching over `runner` within `limits`.
-
-    `steps` computes the batches in place of packing them and launching them on the runner.
-    """
+    """Over `runner` within `limits`. `steps`: computes batches in place of packing and launching
+    them."""
 
     def __init__(
         self,
@@ -153,8 +136,7 @@ class EngineCore:
             clock=options.clock,
         )
         self._samples: dict[int, dict[int, Sequence]] = {}
-        self._waits: dict[tuple[int, int], WaitReason] = {}
-        """As they were logged last."""
+        self._waits: dict[tuple[int, int], WaitReason] = {}  # As they were logged last
         self._speculation = options.speculation
         compile_constraint = options.compile_constraint
         self._compiling = None if compile_constraint is None else Compiling(compile_constraint)
@@ -200,53 +182,43 @@ class EngineCore:
 
     @property
     def kernel_proof(self) -> KernelProof | None:
-        """What was compared when the runner was warmed up, if it compares anything."""
+        """What was compared when the runner was warmed up."""
         return self.runner.proof if isinstance(self.runner, ProvenRunner) else None
 
     @property
     def is_idle(self) -> bool:
-        """True if no request is open, no step is in flight and no page waits to be stored."""
+        """No request is open, no step in flight, no page waits to be stored."""
         is_storing = self.stored_pages is not None and self.stored_pages.is_busy
         return not (self.has_requests or is_storing)
 
     @property
     def has_requests(self) -> bool:
-        """True if a request is open or a step is in flight."""
         return bool(self.scheduler.has_work or self._loop.in_flight or self._compiling)
 
     @property
     def num_steps(self) -> int:
-        """Steps scheduled so far."""
         return self.scheduler.num_steps
 
     @property
     def num_failed_steps(self) -> int:
-        """Steps that raised, or whose output violated the runner contract."""
         return self._loop.num_failed_steps
 
     @property
     def num_consecutive_failures(self) -> int:
-        """Failed steps since the last one that succeeded."""
         return self._loop.num_consecutive_failures
 
     @property
     def num_empty_steps(self) -> int:
-        """Steps in a row that computed nothing, although there was work and nothing to wait for."""
         return self._loop.num_empty_steps
 
     @property
     def num_queue_slots(self) -> int:
-        """Free places in the waiting queue, in samples; a request is accepted if there is one."""
+        """In samples; a request is accepted if there is one."""
         return max(0, self.limits.max_num_queued_reqs - self._num_waiting)
 
     def submit(self, request: Request) -> int:
-        """Accepts a request and returns its id.
-
-        Raises:
-            InvalidRequestError: the engine can never serve it.
-            QueueFullError: the waiting queue is full.
-            EngineClosedError: after `close`.
-        """
+        """Returns the request's id. Raises InvalidRequestError, QueueFullError,
+        EngineClosedError."""
         self.check(request)
         self._check_queue()
         request_id = self.new_request_id()
@@ -267,24 +239,20 @@ class EngineCore:
         return self._next_request_id - 1
 
     def enqueue(self, request_id: int, request: Request) -> None:
-        """Queues a request that has passed `check`, under an id that is not open."""
+        """A request that has passed `check`, under an id that is not open."""
         self._add(self._new_sequences.of_request(request_id, request))
 
     def resume(self, request_id: int, request: Request, resumption: Resumption) -> None:
-        """Queues a request that another engine began; its samples go on at their next token.
-
-        There are no events for what `resumption` holds. The id is that of the first engine, from
-        which the seed of a request without one derives; it must not be open here.
-        """
+        """Queues a request that another engine began, under its id there, from which a seed may
+        derive; no events for what `resumption` holds."""
         self._add(self._new_sequences.resumed(request_id, request, resumption))
 
     def is_open(self, request_id: int) -> bool:
-        """True while the request has a sample that has not ended."""
         is_compiling = self._compiling is not None and request_id in self._compiling
         return is_compiling or request_id in self._samples
 
     def cancel(self, request_id: int, sample: int | None = None) -> bool:
-        """Ends a request, or one of its samples, without events; False if it is not open."""
+        """Without events; False if it is not open."""
         if self._compiling and self._compiling.cancel(request_id, sample):
             return True
         samples = self._samples.get(request_id, {})
@@ -295,19 +263,12 @@ class EngineCore:
         return bool(ended)
 
     def launch_in_s(self) -> float:
-        """Seconds by which `step` may be put off, so that requests still to come are in it."""
+        """For so long `step` may be put off, so that requests still to come are in it."""
         return self._loop.launch_in_s()
 
     def step(self, announce: Announce | None = None) -> list[Event]:
-        """Advances the running batch by one step; returns [] if there is nothing to do.
-
-        Args:
-            announce: called with the requests that start, before anything of them is computed.
-
-        Raises:
-            EngineClosedError: after `close`.
-            EngineStalledError: nothing was computed in the last `MAX_EMPTY_STEPS` steps.
-        """
+        """[] if there is nothing to do. `announce`: called with the requests that start, before
+        anything of them is computed. Raises EngineClosedError, EngineStalledError."""
         if self._is_closed:
             raise EngineClosedError("the engine is closed; make a new one")
         refused = self._start_compiled() if self._compiling else []
@@ -322,7 +283,6 @@ class EngineCore:
         return [*refused, *events] if refused else events
 
     def _log_waits(self) -> None:
-        """Why each sample waits, where that has changed."""
         before, self._waits = self._waits, {}
         for sequence in self.scheduler.waiting:
             key, reason = (sequence.request_id, sequence.sample), self.scheduler.why_waits(sequence)
@@ -371,7 +331,6 @@ class EngineCore:
         self.runner.close()
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if the scheduler is inconsistent or misses an open sample."""
         self.scheduler.check_invariants()
         scheduled = {(s.request_id, s.sample) for s in self.scheduler.sequences}
         is_open = {(i, sample) for i, samples in self._samples.items() for sample in samples}
@@ -387,7 +346,7 @@ class EngineCore:
 
     @property
     def draft_states(self) -> tuple[DraftState, ...]:
-        """By how drafts are made and the number of rows, whether they are, for they pay."""
+        """By how drafts are made and the number of rows, whether they are."""
         return tuple(map(self._named, self._drafts.ledger.states))
 
     def _named(self, state: DraftState) -> DraftState:
@@ -410,7 +369,7 @@ class EngineCore:
             )
 
     def _start_compiled(self) -> list[Finished]:
-        """Queues the requests whose constraints are compiled; the ends of those that cannot be."""
+        """The ends of those whose constraint cannot be compiled."""
         assert self._compiling is not None
         if not self.scheduler.has_work and not self._loop.in_flight:
             self._compiling.wait()
@@ -423,7 +382,7 @@ class EngineCore:
         return refused
 
     def _add(self, samples: list[Sequence]) -> None:
-        """Queues the samples of one request, in their order, once it has its constraint."""
+        """Queues a request's samples once it has its constraint."""
         if samples[0].request.constraint is not None and self._compiling is not None:
             self._compiling.add(samples)
         else:

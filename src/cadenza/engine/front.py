@@ -50,8 +50,8 @@ logger = logging.getLogger(__name__)
 OnEngineChange = Callable[[EngineChange], object]
 OnReport = Callable[[RouteReport], object]
 
+# Maximum time that an idle engine blocks waiting for a command before it updates its heartbeat.
 WAKE_S = 60.0
-"""Maximum time that an idle engine blocks waiting for a command before it updates its heartbeat."""
 
 SHUT_DOWN = "the engine was shut down"
 LOST = "the engine stopped unexpectedly and is being started again; send the request once more"
@@ -65,12 +65,12 @@ UNAVAILABLE: dict[EngineState, str] = {
 
 
 class EngineLink(Protocol):
-    """The way to one engine. `is_full`: it does not take what it was sent."""
+    """The way to one engine. `is_full`: it does not take what it was sent. `priority_s`: as for
+    `StartForecast`."""
 
     timeouts: RequestTimeouts
     clock: Clock
-    priority_s: float
-    """As for `StartForecast`."""
+    priority_s: float  # As for `StartForecast`
 
     @property
     def is_full(self) -> bool: ...
@@ -85,11 +85,11 @@ class EngineLink(Protocol):
     def status(self) -> EngineStatus: ...
 
     def put(self, *commands: Command | Watch) -> None:
-        """Sends commands; never waits. The front's lock is held, as for `drain`."""
+        """Never waits. The front's lock is held, as for `drain`."""
         ...
 
     def drain(self) -> None:
-        """The front refuses new requests from now on; wakes `serve`."""
+        """The front refuses new requests from now on."""
         ...
 
     def wake(self) -> None: ...
@@ -100,11 +100,8 @@ class EngineLink(Protocol):
 
 
 class EngineFront:
-    """`ServedEngine` over the engine at the other end of `link`.
-
-    Args:
-        ids, engine_seed: as for `OpenRequests`.
-    """
+    """`ServedEngine` over the engine at the other end of `link`. `ids`, `engine_seed`: as for
+    `OpenRequests`."""
 
     def __init__(
         self, link: EngineLink, ids: Iterator[int] | None = None, engine_seed: int | None = None
@@ -139,8 +136,7 @@ class EngineFront:
 
     @property
     def is_serving(self) -> bool:
-        """Whether its engine computes, also where it refuses new requests; the lock is held, or the
-        answer may be outdated."""
+        """Whether its engine computes, also where it refuses new requests; the lock is held."""
         status = self.link.status()
         is_there = status.state in ("ready", "draining") and status.since_beat_s is not None
         return is_there and not self.is_shut_down
@@ -169,8 +165,7 @@ class EngineFront:
                 self.link.put(Cancel(request_id, sample))
 
     def release(self, request_id: int) -> OpenRequest | None:
-        """Gives an open request up, to be adopted by another engine's front; None if it is not
-        open."""
+        """To be adopted by another engine's front; None if it is not open."""
         with self.lock:
             entry = self.requests.release(request_id)
             if entry is not None and self.is_serving:
@@ -178,8 +173,8 @@ class EngineFront:
             return entry
 
     def adopt(self, entry: OpenRequest) -> None:
-        """Goes on with a request that another engine began, at its next token. Raises
-        EngineUnavailableError where no engine is there to go on with it."""
+        """Goes on with another engine's request at its next token. Raises
+        EngineUnavailableError."""
         with self.lock:
             if not self.is_serving:
                 raise EngineUnavailableError("no engine is there to go on with the request")
@@ -195,11 +190,11 @@ class EngineFront:
                 self.link.put(self._watch)
 
     def watch_commands(self) -> list[Watch]:
-        """For an engine that has none of the earlier one's; the lock is held."""
+        """For a new engine; the lock is held."""
         return [] if self._on_news is None else [self._watch]
 
     def notify(self, news: LiveNews) -> None:
-        """To be called on the serving thread; passes news on to whoever watches."""
+        """Called on the serving thread."""
         if isinstance(news, str) and self._on_change is not None:
             self._on_change(news)
         on_news = self._on_news
@@ -229,34 +224,28 @@ class EngineFront:
             self.link.wake()
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Waits until it is ready.
-
-        Raises:
-            CheckpointError, ConfigError, DeviceUnavailableError, RunnerError: it could not load.
-            EngineUnavailableError: it is not ready within `timeout_s`, or is dead.
-        """
+        """Raises EngineUnavailableError: not ready within `timeout_s`, or dead; else the error of
+        its load."""
         self._settled.wait(timeout_s)
         status = self.status()
         if not status.is_ready:
             raise self._failure or EngineUnavailableError(status.error or UNAVAILABLE[status.state])
 
     def call_at_death(self, on_death: Callable[[CadenzaError], object]) -> None:
-        """Has `on_death` called, on the serving thread, with the reason if the engine is given up;
-        not where it is shut down. To be called before `serve`."""
+        """Called on the serving thread if the engine is given up, not where it is shut down. Set
+        before `serve`."""
         self._on_death = on_death
 
     def call_at_changes(self, on_change: OnEngineChange) -> None:
-        """Has `on_change` called, on the serving thread, when the engine is lost, while its open
-        requests wait for the next one, and when one is ready. To be called before `serve`."""
+        """Called on the serving thread when the engine is lost, and when one is ready. Set before
+        `serve`."""
         self._on_change = on_change
 
     def call_at_reports(self, on_report: OnReport) -> None:
-        """Has `on_report` called, on the serving thread, with what the engine tells those who
-        choose among several. To be called before `serve`."""
+        """Called on the serving thread with each `RouteReport`. Set before `serve`."""
         self._on_report = on_report
 
     def take_report(self, report: RouteReport) -> None:
-        """To be called on the serving thread."""
         if self._on_report is not None:
             self._on_report(report)
 
@@ -289,7 +278,7 @@ class EngineFront:
         self._settled.set()
 
     def give_up(self, failure: CadenzaError, emit: Emit) -> None:
-        """There will be no engine: no request waits for one."""
+        """No request waits for an engine."""
         with self.lock:
             self._failure = failure
             ended = self.requests.end_all("engine_lost", LOST)
@@ -301,7 +290,7 @@ class EngineFront:
             on_death(failure)
 
     def end(self, emit: Emit, error: str = SHUT_DOWN) -> None:
-        """The engine ends: its open requests end with an error, those on their way to it too."""
+        """Open requests end with an error, those on their way to it too."""
         with self.lock:
             self.is_shut_down, self._closed_by = True, error
             ended = self.requests.end_all("engine_closed", error)
@@ -310,7 +299,6 @@ class EngineFront:
             emit([*ended])
 
     def _accepting(self) -> RequestCheck:
-        """Raises where no request can be accepted now."""
         if self.is_shut_down:
             raise EngineClosedError(self._closed_by)
         status = self.link.status()
@@ -323,8 +311,8 @@ class EngineFront:
 
 
 class InProcessLink:
-    """To `core`, which only the serving thread uses; it sleeps while the core is idle. Commands
-    pass through an inbox, whose size the queue's bounds limit."""
+    """To `core`, which only the serving thread uses. Commands pass through an inbox, whose size the
+    queue's bounds limit."""
 
     is_full = False
 
@@ -398,8 +386,8 @@ class InProcessLink:
             emit([*passed, *overdue])
 
     def _receive(self, wait_s: float) -> list[Command] | None:
-        """The pending commands; without any it waits for one, up to `wait_s` or while the core is
-        idle. None once drained or shut down."""
+        """Without commands it waits for one, up to `wait_s` or while the core is idle. None once
+        drained or shut down."""
         commands: list[Command] = []
         start_s = self.clock()
         while not self._front.is_done:

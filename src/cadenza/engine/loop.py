@@ -21,17 +21,16 @@ from cadenza.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
+# Called before the launch of a step with the requests that start in it, and those whose prompts
+# begin to be scored.
 Announce = Callable[[Sequence[Started | Preparing]], object]
-"""Called before the launch of a step with the requests that start in it, and those whose prompts
-begin to be scored."""
 
 OUTPUT_FIELDS = tuple(field.name for field in fields(StepOutput) if field.name != "hidden")
 
+# The part of the predicted time of a step after which the next one is launched: few steps end
+# earlier than that.
 LAUNCH_AT = 0.75
-"""The part of the predicted time of a step after which the next one is launched: few steps end
-earlier than that."""
-LAUNCH_S = 0.003
-"""What scheduling and packing a step may take on the host."""
+LAUNCH_S = 0.003  # What scheduling and packing a step may take on the host
 MIN_WAIT_S = 0.005
 MAX_WAIT_S = 1.0
 
@@ -47,17 +46,15 @@ class LaunchedStep:
     handle: StepHandle
     launched_s: float = 0.0
     num_hidden: int = 0
-    scoring: StepHandle | None = None
-    """Of `Batch.scored`."""
+    scoring: StepHandle | None = None  # Of `Batch.scored`
+    # How long the device had nothing to do before `launched_s`, if the step waited for the one
+    # before it to be read; its launch is part of that time and of no other.
     idle_s: float | None = None
-    """How long the device had nothing to do before `launched_s`, if the step waited for the one
-    before it to be read; its launch is part of that time and of no other."""
-    failure: Exception | None = None
-    """That of its launch: nothing of it was computed."""
+    failure: Exception | None = None  # That of its launch: nothing of it was computed
 
 
 class Steps(Protocol):
-    """Computes batches, in the order of their launches; see `StepRunner`."""
+    """Computes batches, in the order of their launches."""
 
     @property
     def has_late_masks(self) -> bool:
@@ -73,14 +70,14 @@ class Steps(Protocol):
         ...
 
     def read(self, step: LaunchedStep) -> StepOutput:
-        """Waits for a launched step; it has an entry for each of the batch's logit rows."""
+        """Has an entry for each of the batch's logit rows."""
         ...
 
     def reset(self) -> None: ...
 
 
 class _NoStep:
-    """The handle of a step in which the target computes nothing."""
+    """Of a step in which the target computes nothing."""
 
     def result(self) -> StepOutput:
         return StepOutput.empty()
@@ -115,7 +112,7 @@ class StepRunner:
         step.handle.choose(self._packer.late_masks(step.batch))
 
     def read(self, step: LaunchedStep) -> StepOutput:
-        """The step's output. Raises RunnerError if it violates the runner contract."""
+        """Raises RunnerError if the output violates the runner contract."""
         output = step.handle.result()
         if not isinstance(output, StepOutput):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise RunnerError(f"step {step.batch.step_id} returned {type(output).__name__}")
@@ -143,16 +140,9 @@ class StepRunner:
 
 
 class StepLoop:
-    """Keeps at most `depth` launched steps unread between calls of `step`.
-
-    Depth 0 (launch, read, launch, …) is the reference for depth 1, which launches step n + 1 before
-    step n is read. A step whose masks depend on a token that is not read yet is launched without
-    them and chooses its tokens later; if the runner cannot do this, the token is read first.
-
-    Args:
-        scorer: computes what the scheduler scores of prompts, each time after the step proper.
-        clock: seconds, monotonic; passed to the scheduler, and measures steps for its bound.
-    """
+    """Keeps at most `depth` launched steps unread. Depth 0 (launch, read) is the reference for
+    depth 1, which launches step n + 1 before step n is read; a step whose masks depend on an unread
+    token chooses its tokens later, or is read first if the runner cannot do this."""
 
     def __init__(
         self,
@@ -166,8 +156,8 @@ class StepLoop:
         self.in_flight: deque[LaunchedStep] = deque()
         self.num_failed_steps = 0
         self.num_consecutive_failures = 0
+        # In a row: nothing was in flight, and nothing was computed although there was work.
         self.num_empty_steps = 0
-        """In a row: nothing was in flight, and nothing was computed although there was work."""
         self._scheduler = scheduler
         self._step_runner = step_runner
         self._depth = depth
@@ -176,9 +166,8 @@ class StepLoop:
         self._last_read_s = clock()
 
     def launch_in_s(self) -> float:
-        """How many seconds the next step may be put off without a pause of the device, to take what
-        is submitted until then. 0 if nothing is in flight, its time is not known (predictions for
-        steps with drafts are too inaccurate), or too little of it is left."""
+        """For so long the next step may be put off without a pause of the device. 0 if nothing is
+        in flight, or its time is not known (with drafts it is too inaccurate)."""
         if not self.in_flight or self.in_flight[-1].batch.has_drafts:
             return 0.0
         newest = self.in_flight[-1]
@@ -191,8 +180,8 @@ class StepLoop:
         return wait_s if wait_s >= MIN_WAIT_S else 0.0
 
     def step(self, announce: Announce | None = None) -> list[Event]:
-        """Launches the next step if there is one, and reads the oldest if it is due. A request's
-        `Started` comes with the launch of its first step, before its other events."""
+        """Launches the next step, and reads the oldest if it is due. A request's `Started` comes
+        with the launch of its first step."""
         is_resting = not self.in_flight
         has_waited = not is_resting and self._must_read_first()
         events = self._read_all() if has_waited else []
@@ -208,13 +197,12 @@ class StepLoop:
         return events
 
     def drop_in_flight(self) -> None:
-        """Discards the launched steps; their sequences' KV must not be used afterwards."""
+        """Their sequences' KV must not be used afterwards."""
         while self.in_flight:
             self._scheduler.drop_batch(self.in_flight.popleft().batch)
 
     def _must_read_first(self) -> bool:
-        """Whether the next step depends on what the steps in flight have sampled; asked once for
-        each step."""
+        """Asked once for each step."""
         return (
             self.in_flight[-1].batch.has_drafts
             or (self._decides_masks and not self._step_runner.has_late_masks)
@@ -282,7 +270,7 @@ class StepLoop:
         return self._scheduler.update(step.batch, output)
 
     def _observe(self, step: LaunchedStep) -> None:
-        """Passes on how long a step took, since its launch or the step before it."""
+        """The time since its launch or the step before it."""
         now_s = self._clock()
         started_s = max(step.launched_s, self._last_read_s)
         idle_ms = None if step.idle_s is None else 1000 * step.idle_s

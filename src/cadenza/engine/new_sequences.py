@@ -18,30 +18,23 @@ from cadenza.speculative_config import SpeculativeConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewSequences:
-    """Those of one engine.
-
-    Args:
-        capabilities: of its runner.
-        max_num_tokens: of a request: its prompt and what it may generate.
-        clock: seconds, monotonic.
-        acceptance: of drafts of its second model; None without one.
-    """
+    """Those of one engine."""
 
     limits: EngineLimits
-    capabilities: Set[str]
+    capabilities: Set[str]  # of its runner
     eos_token_ids: frozenset[int]
-    max_num_tokens: Callable[[Request], int]
+    max_num_tokens: Callable[[Request], int]  # of a request: its prompt and what it may generate
     seed: int
-    clock: Callable[[], float]
+    clock: Callable[[], float]  # seconds, monotonic
     speculation: SpeculativeConfig | None
+    # of drafts of its second model; None without one
     acceptance: Mapping[bool, SharedAcceptance] | None
 
     def of_request(self, request_id: int, request: Request) -> list[Sequence]:
-        """Its samples, in their order."""
         return [self._make(request_id, request, sample) for sample in range(request.params.n)]
 
     def resumed(self, request_id: int, request: Request, resumption: Resumption) -> list[Sequence]:
-        """Those of its samples that go on, with what another engine generated."""
+        """Those that go on, with what another engine generated."""
         sequences: list[Sequence] = []
         for resumed in resumption.samples:
             sequence = self._make(request_id, request, resumed.sample)
@@ -88,7 +81,6 @@ class NewSequences:
 
 
 def _thin_out(sequence: Sequence, mask: bytes | None) -> None:
-    """Keeps of its prompt what was kept before, if that is known."""
     if mask is not None:
         sequence.thin_out(kept_of_mask(mask, len(sequence.request.prompt_token_ids)))
 

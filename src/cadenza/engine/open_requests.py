@@ -1,7 +1,7 @@
-"""`OpenRequests`: the open requests, their tokens and deadlines, the queue's bounds, and statistics
-of ended ones. Thread-safe. Invariants: each sample of an accepted request ends exactly once, by a
-`Finished` event, `cancel`, its deadline or `end_all`, unless the request is released to others; its
-later events are dropped, and so is a token that was passed on before."""
+"""`OpenRequests`: open requests with their tokens and deadlines, and the queue's bounds.
+Thread-safe. Invariants: each sample ends exactly once, by `Finished`, `cancel`, its deadline or
+`end_all`, unless the request is released; later events are dropped, and so is a token passed on
+before."""
 
 import dataclasses
 import threading
@@ -40,37 +40,34 @@ REQUEST_SECONDS_BOUNDS = (
     *(1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0),
 )
 
+# Where the oldest waiting request has waited for so long, the engine computes all that it can.
 LONG_WAIT_S = 0.25
-"""Where the oldest waiting request has waited for so long, the engine computes all that it can."""
 
 RejectionReason = Literal["queue_full", "queue_tokens_full", "queue_too_long", "unavailable"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLoad:
-    """The number of open requests, and of prompt tokens waiting for their first step; all bounds on
-    accepting requests, the queue's and the server's, are checked against it."""
+    """All bounds on accepting requests are checked against it. `num_queued_tokens`: of prompts
+    waiting for their first step."""
 
     num_open: int
     num_queued_tokens: int
 
     def has_room(self, max_num_open: int) -> bool:
-        """Whether one more request may be open."""
         return self.num_open < max_num_open
 
     def has_tokens(self, num_tokens: int, max_num_queued: int) -> bool:
-        """Whether a prompt of `num_tokens` may be queued; an empty queue accepts any prompt."""
+        """An empty queue accepts any prompt."""
         queued = self.num_queued_tokens
         return not queued or queued + num_tokens <= max_num_queued
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestStats:
-    """A snapshot of the numbers of requests accepted and refused, and of samples ended.
-    `queue_seconds` is from acceptance to the first step, `prefill_seconds` from there to the first
-    token, `decode_seconds` from there to the end. `num_resumed` counts a request once for each
-    engine that went on with it, `resume_seconds` is from the loss of an engine to the next token of
-    a request that ran in it."""
+    """`queue_seconds`: from acceptance to the first step; `prefill_seconds`: to the first token;
+    `decode_seconds`: to the end; `resume_seconds`: from an engine's loss to the next token.
+    `num_resumed`: a request counts for each engine that went on with it."""
 
     num_accepted: int
     ends: dict[FinishReason, int]
@@ -84,51 +81,35 @@ class RequestStats:
 
 @dataclass(slots=True, eq=False)
 class RequestTimes:
-    """When a request came to what, in clock readings; None: not yet, or never.
-
-    Args:
-        started_s: it left the queue.
-        pauses: from the loss of an engine in which it ran to its next token, or to its end.
-    """
+    """When a request came to what, in clock readings."""
 
     accepted_s: float | None = None
-    started_s: float | None = None
+    started_s: float | None = None  # it left the queue
     first_token_s: float | None = None
     ended_s: float | None = None
+    # from the loss of an engine in which it ran to its next token, or to its end
     pauses: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class OpenRequest:
-    """An accepted request, as those who release and adopt it hand it over; times are clock
-    readings.
-
-    Args:
-        token_ids: of each sample that has not ended, the tokens so far.
-        num_cached_tokens: of each sample that has reported.
-        is_running: the engine has given it a row, or scores its prompt.
-        is_lost: the engine that had it is gone, and no other has it yet.
-        lost_s: when an engine was lost in which it ran; None once it has gone on.
-        has_progress: something of it was passed on from the engine that has it.
-        num_losses: engines in a row that were lost while it ran in them without progress.
-        num_ended_units: of its samples that have ended, as in `StartForecast`.
-        kept, whole_because: of one that has started, as in `Started`.
-    """
+    """As those who release and adopt it hand it over; times are clock readings."""
 
     request_id: int
     request: Request
     accepted_s: float
-    token_ids: dict[int, list[int]]
+    token_ids: dict[int, list[int]]  # of each sample that has not ended, the tokens so far
+    # of each sample that has reported
     num_cached_tokens: dict[int, int] = field(default_factory=dict[int, int])
     num_prompt_logprobs: int = 0
     times: RequestTimes = field(default_factory=RequestTimes)
-    is_running: bool = False
-    is_lost: bool = False
-    lost_s: float | None = None
-    has_progress: bool = False
-    num_losses: int = 0
-    num_ended_units: int = 0
-    kept: bytes | None = None
+    is_running: bool = False  # the engine has given it a row, or scores its prompt
+    is_lost: bool = False  # the engine that had it is gone, and no other has it yet
+    lost_s: float | None = None  # when an engine was lost in which it ran; None once it has gone on
+    has_progress: bool = False  # something of it was passed on from the engine that has it
+    num_losses: int = 0  # engines in a row that were lost while it ran in them without progress
+    num_ended_units: int = 0  # of its samples that have ended, as in `StartForecast`
+    kept: bytes | None = None  # of one that has started, as in `Started`
     whole_because: WholePromptReason | None = None
 
     @property
@@ -145,16 +126,9 @@ class _Times:
 
 
 class OpenRequests:
-    """Accepts requests within the queue's bounds, and filters and records their events.
-
-    Args:
-        ids: of the requests that it accepts, increasing; those who release requests to one another
-            have one.
-        engine_seed: gives requests that draw without a seed the one that an engine with this seed
-            would give them, so that they draw the same whichever engine has them; None leaves it to
-            the engine.
-        priority_s: as for `StartForecast`.
-    """
+    """Accepts requests within the queue's bounds, and filters their events. `ids`: increasing.
+    `engine_seed`: of requests without a seed, so that they draw the same whichever engine has them;
+    None leaves it to the engine."""
 
     def __init__(
         self,
@@ -195,9 +169,8 @@ class OpenRequests:
         times: RequestTimes | None = None,
         prompts_s: float = 0.0,
     ) -> int:
-        """Opens a request and returns its id; `times` is filled in as it gets on, and `prompts_s`
-        is the engine's time until all waiting prompts are computed. Raises QueueFullError and
-        counts the rejection."""
+        """Returns the id. `times` is filled in as it gets on; `prompts_s`: until all waiting
+        prompts are computed. Raises QueueFullError and counts the rejection."""
         with self._lock:
             self._check_room(len(request.prompt_token_ids), limits)
             self._check_start(request, limits, prompts_s)
@@ -218,21 +191,21 @@ class OpenRequests:
     def refusal(
         self, tenant: Tenant, priority: int, limits: EngineLimits, prompts_s: float
     ) -> QueueFullError | None:
-        """Why a request that comes now would not be accepted: it would start too late."""
+        """A request that comes now would start too late."""
         with self._lock:
             num_running = len(self._open) - len(self._queued)
             num_ahead = self._forecast.num_ahead(tenant, priority, self._clock())
             return self._forecast.refusal(num_ahead, limits.max_num_seqs - num_running, prompts_s)
 
     def request_of(self, request_id: int) -> Request | None:
-        """As it is to be computed; None if it is not open."""
+        """As it is to be computed."""
         with self._lock:
             entry = self._open.get(request_id)
             return None if entry is None else entry.request
 
     def release(self, request_id: int) -> OpenRequest | None:
-        """Gives an open request up to others, which `adopt` it; None if it is not open. It has not
-        ended, and its later events are dropped here."""
+        """To be adopted by others; None if it is not open. It has not ended; its later events are
+        dropped."""
         with self._lock:
             entry = self._open.pop(request_id, None)
             if entry is not None:
@@ -240,7 +213,7 @@ class OpenRequests:
             return entry
 
     def adopt(self, entry: OpenRequest) -> None:
-        """Takes over what others have released, whatever the queue's bounds, with its deadlines."""
+        """Whatever the queue's bounds, with its deadlines."""
         with self._lock:
             entry.is_running = entry.has_progress = False
             # Deadlines are looked for at the front: entries stay in the order of acceptance.
@@ -254,10 +227,9 @@ class OpenRequests:
             self._rejections[reason] += 1
 
     def record(self, events: Iterable[Report]) -> list[Event]:
-        """Records the events of open requests; returns all but `Started`, which is internal, except
-        of a request with a sparse prefill, whose output says what was kept. Drops events of samples
-        that have ended, and repeated ones: an engine that resumes a request may repeat tokens, with
-        the same bits."""
+        """Returns what is to be passed on: no `Started`, but of a sparse prefill, whose output says
+        what was kept; no events of ended samples; no repeated ones: an engine that resumes a
+        request may repeat tokens, with the same bits."""
         with self._lock:
             now_s = self._clock()
             recorded = [self._record(event, now_s) for event in events]
@@ -300,7 +272,7 @@ class OpenRequests:
             return self._fail_each(list(self._open.values()), kind, error, now_s)
 
     def next_deadline_s(self) -> float | None:
-        """Clock reading of the earliest deadline; None if no request is open."""
+        """None if no request is open."""
         with self._lock:
             deadlines = [
                 next(iter(entries.values())).accepted_s + timeout_s
@@ -330,8 +302,8 @@ class OpenRequests:
             )
 
     def lose_engine(self, now_s: float) -> None:
-        """The engine is gone: what it had not sent is to be computed again. Counts it with each
-        request that ran, from 0 where the request has progressed in it."""
+        """What it had not sent is to be computed again. Each request that ran counts the loss, from
+        0 if it has progressed."""
         with self._lock:
             self._recorded_s = None
             for entry in self._open.values():
@@ -346,19 +318,18 @@ class OpenRequests:
             return list(self._open)
 
     def num_tokens_of(self, request_id: int) -> dict[int, int]:
-        """The number of tokens of each sample that has not ended; empty if none is open."""
+        """Of each sample that has not ended."""
         with self._lock:
             entry = self._open.get(request_id)
             return {} if entry is None else {k: len(ids) for k, ids in entry.token_ids.items()}
 
     def is_running(self, request_id: int) -> bool:
-        """Whether it is open and has had a row in the engine that has it."""
         with self._lock:
             entry = self._open.get(request_id)
             return entry is not None and entry.is_running
 
     def withdraw(self, request_id: int) -> None:
-        """The request is taken from the engine, to be resumed later; its losses are forgotten."""
+        """It is taken from the engine, to be resumed later; its losses are forgotten."""
         with self._lock:
             if request_id in self._open:
                 entry = self._open[request_id]
@@ -366,7 +337,7 @@ class OpenRequests:
                 entry.num_losses = 0
 
     def num_losses(self, request_id: int) -> int:
-        """Engines in a row that were lost while an open request ran in them without progress."""
+        """Engines in a row that were lost while it ran in them without progress."""
         with self._lock:
             return self._open[request_id].num_losses if request_id in self._open else 0
 
@@ -377,7 +348,7 @@ class OpenRequests:
                 entry.num_losses = 0
 
     def resume(self, request_id: int) -> tuple[Request, Resumption] | None:
-        """What an engine needs to go on with the request; None if it is not open."""
+        """None if it is not open."""
         with self._lock:
             entry = self._open.get(request_id)
             if entry is None:
@@ -555,7 +526,7 @@ class OpenRequests:
 
 
 def _new_logprobs(entry: OpenRequest, event: PromptLogprobs) -> PromptLogprobs | None:
-    """The event without the positions that were passed on before; None if it has no other."""
+    """Without the positions that were passed on before; None if it has no other."""
     start = 1 + entry.num_prompt_logprobs
     fresh = event.entries[max(0, start - event.start) :]
     if not fresh:
@@ -570,5 +541,5 @@ def _by_acceptance(entries: Iterable[OpenRequest]) -> dict[int, OpenRequest]:
 
 
 def _older(entries: dict[int, OpenRequest], accepted_s: float) -> list[OpenRequest]:
-    """Entries accepted at or before `accepted_s`; `entries` is in order of acceptance."""
+    """`entries` is in order of acceptance."""
     return list(takewhile(lambda entry: entry.accepted_s <= accepted_s, entries.values()))

@@ -1,8 +1,7 @@
 """`PageFolder`: pages of KV as files that engines share: `FOLDER/<fingerprint>/<2 digits>/<key>`
-has a header, the content and a MAC keyed by `FOLDER/secret`; files are written below the locked
-`FOLDER/writing-*` and renamed. One thread uses it, but for `in`. Invariants: `read` gives only what
-was stored under that key, secret and fingerprint; engines on a folder together keep its bound on
-bytes."""
+has a header, the content and a MAC keyed by `FOLDER/secret`; one thread writes below the locked
+`FOLDER/writing-*` and renames. Invariants: `read` gives only what was stored under that key, secret
+and fingerprint; engines together keep the bound on bytes."""
 
 import errno
 import fcntl
@@ -26,8 +25,8 @@ from cadenza.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+# Why a page was not read: it is not there; its file is not what was written; the disk was slow.
 StoredMiss = Literal["absent", "damaged", "late"]
-"""Why a page was not read: it is not there; its file is not what was written; the disk was slow."""
 
 SECRET_BYTES = 32
 MAGIC = b"cadenza page 1\0\0"
@@ -35,16 +34,15 @@ _HEADER = struct.Struct("<16s32sQ")
 _MAC_BYTES = 32
 OVERHEAD_BYTES = _HEADER.size + _MAC_BYTES
 
-SCAN_SHARE = 32
-"""The folder is scanned again after writing one part in so many of its bound."""
+SCAN_SHARE = 32  # The folder is scanned again after writing one part in so many of its bound.
+# The part of the bound that is made free at once, for what others write before their next scan.
 ROOM_SHARE = 8
-"""The part of the bound that is made free at once, for what others write before their next scan."""
 
 _LOCK_EVERY_S = 0.02
 
 _LOCK, _SECRET, _WRITING = "lock", "secret", "writing-"
+# Names of the folders of fingerprints, of those in them, and of pages. No other file is a page.
 _LEVELS = tuple(map(re.compile, ("[0-9a-f]{32}", "[0-9a-f]{2}", "[0-9a-f]{64}")))
-"""Names of the folders of fingerprints, of those in them, and of pages. No other file is a page."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +59,7 @@ FindFiles = Callable[[Path], Iterable[StoredFile]]
 
 
 def find_files(folder: Path) -> Iterator[StoredFile]:
-    """All pages in the folder, of any fingerprint. Follows no links; raises OSError."""
+    """Of any fingerprint. Follows no links; raises OSError."""
     for path in _find(folder, *_LEVELS):
         with suppress(FileNotFoundError):  # another engine has just removed it
             found = path.lstat()
@@ -70,7 +68,7 @@ def find_files(folder: Path) -> Iterator[StoredFile]:
 
 
 def _find(folder: Path, name: re.Pattern[str], *deeper: re.Pattern[str]) -> Iterator[Path]:
-    """The paths below a folder whose parts match; links are not followed."""
+    """Links are not followed."""
     try:
         with os.scandir(folder) as entries:
             matching = [each for each in entries if name.fullmatch(each.name)]
@@ -85,7 +83,7 @@ def _find(folder: Path, name: re.Pattern[str], *deeper: re.Pattern[str]) -> Iter
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FolderAccess:
-    """How files are written and found, and how long to wait for another process that opens the
+    """How files are written and found; `lock_within_s` for another process that opens the
     folder."""
 
     write_file: WriteFile = Path.write_bytes
@@ -94,8 +92,7 @@ class FolderAccess:
 
 
 class PageFolder:
-    """The pages of one fingerprint in `folder`, which has at most `max_bytes` of any. Raises
-    ConfigError if the folder or its secret cannot be used."""
+    """Pages of one fingerprint; the folder has at most `max_bytes` of any. Raises ConfigError."""
 
     def __init__(
         self,
@@ -126,8 +123,8 @@ class PageFolder:
         # Of a folder that is dropped, say because the weights cannot be loaded.
         self._release = weakref.finalize(self, _release, self._writing, hold, os.getpid())
         self._release.atexit = False
+        # For the keys: no two fingerprints or secrets have a key in common
         self.key_secret = _derived(secret, b"keys", fingerprint)
-        """For the keys: no two fingerprints or secrets have a key in common."""
         self._mac_secret = _derived(secret, b"contents", fingerprint)
         self._pages = folder / _derived(secret, b"folder", fingerprint).hex()[:32]
         try:
@@ -138,7 +135,7 @@ class PageFolder:
             raise _unusable(folder, error) from error
 
     def __contains__(self, key: bytes) -> bool:
-        """Whether a page of `key` was found by the last scan or `refresh`, or written since."""
+        """Found by the last scan or `refresh`, or written since."""
         return key in self._known
 
     @property
@@ -147,7 +144,7 @@ class PageFolder:
         return self._max_bytes // SCAN_SHARE - OVERHEAD_BYTES
 
     def read(self, key: bytes) -> bytes | StoredMiss:
-        """The content of a page; a file that is not what was written is removed."""
+        """A file that is not what was written is removed."""
         path = self._path_of(key)
         try:
             data = _read_regular(path)
@@ -163,7 +160,7 @@ class PageFolder:
         return content
 
     def touch(self, key: bytes) -> None:
-        """Records that a page was used; once between two scans."""
+        """Records a use; once between two scans."""
         if key in self._touched:
             return
         self._touched.add(key)
@@ -171,8 +168,8 @@ class PageFolder:
             os.utime(self._path_of(key))
 
     def write(self, key: bytes, content: bytes) -> bool:
-        """Stores a page; False if it is there already, which counts as a use of it, or if writing
-        fails, which ends all writing (`error` says why)."""
+        """False if it is there already, which counts as a use, or if writing fails, which ends all
+        writing (`error` says why)."""
         size = len(content) + OVERHEAD_BYTES
         if self.error is not None:
             return False
@@ -203,8 +200,8 @@ class PageFolder:
         return True
 
     def refresh(self) -> None:
-        """Finds the pages that other engines have stored meanwhile, in folders that have changed
-        since the last time; what it overlooks is a miss."""
+        """Finds what other engines have stored, in folders changed since the last time; what it
+        overlooks is a miss."""
         with suppress(OSError), os.scandir(self._pages) as entries:
             for entry in entries:
                 if not (_LEVELS[1].fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)):
@@ -225,7 +222,7 @@ class PageFolder:
         logger.warning("the prefix cache on disk is off: %s", reason)
 
     def _scan(self) -> None:
-        """Finds all files, and removes the least recently used if there are too many."""
+        """Removes the least recently used files if there are too many."""
         files = sorted(self._access.find_files(self._folder), key=lambda each: each.used_ns)
         num_bytes = sum(each.num_bytes for each in files)
         most = self._max_bytes - self._max_bytes // ROOM_SHARE
@@ -254,7 +251,7 @@ class PageFolder:
         return state.digest()
 
     def _checked(self, key: bytes, data: bytes) -> bytes | None:
-        """The content of a file's data; None unless it was written under this key."""
+        """None unless it was written under this key."""
         if len(data) < OVERHEAD_BYTES:
             return None
         head, end = data[: _HEADER.size], len(data) - _MAC_BYTES
@@ -289,7 +286,7 @@ def _check_owner(path: Path, found: os.stat_result) -> None:
 
 
 def _read_regular(path: Path) -> bytes:
-    """The content of a file that is neither a link nor a pipe. Raises OSError."""
+    """Of a file that is neither a link nor a pipe. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -302,7 +299,7 @@ def _derived(secret: bytes, purpose: bytes, fingerprint: str) -> bytes:
 
 
 def _find_secret(path: Path) -> bytes:
-    """The folder's secret, made if there is none. Only one process at a time is here."""
+    """Made if there is none. Only one process at a time is here."""
     if not path.exists():
         partial = path.with_name(f"{_SECRET}-{os.getpid()}")
         partial.unlink(missing_ok=True)
@@ -332,7 +329,7 @@ def _release(writing: Path, hold: int, process_id: int) -> None:
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Removes the files of processes that are gone: their locks can be taken."""
+    """Of processes that are gone: their locks can be taken."""
     for writing in folder.glob(f"{_WRITING}*"):
         try:
             descriptor = _lock(writing / _LOCK)
@@ -346,7 +343,7 @@ def _remove_leftovers(folder: Path) -> None:
 
 
 def _lock(path: Path) -> int:
-    """A descriptor that holds the lock of a file until it is closed. Raises BlockingIOError."""
+    """A descriptor that holds the lock. Raises BlockingIOError."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -358,7 +355,7 @@ def _lock(path: Path) -> int:
 
 @contextmanager
 def _locked(path: Path, within_s: float) -> Generator[None]:
-    """Holds the lock of a file; waits for it. Raises ConfigError after `within_s`."""
+    """Raises ConfigError after `within_s`."""
     end_s = time.monotonic() + within_s
     while True:
         try:

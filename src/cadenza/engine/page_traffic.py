@@ -13,19 +13,18 @@ from cadenza.engine.page_folder import PageFolder, StoredMiss
 
 logger = logging.getLogger(__name__)
 
+# Of pages that were read and not taken yet, and of those that wait for being written, each.
 MAX_BYTES_ON_THE_WAY = 64 << 20
-"""Of pages that were read and not taken yet, and of those that wait for being written, each."""
 
+# How often it is looked for what other engines have stored in the same folder.
 REFRESH_EVERY_S = 1.0
-"""How often it is looked for what other engines have stored in the same folder."""
 
-MAX_TOUCHES = 1 << 14
-"""Pages that may wait for being marked as used."""
+MAX_TOUCHES = 1 << 14  # Pages that may wait for being marked as used
 
 
 @dataclass(slots=True, eq=False)
 class PageRead:
-    """The pages of `keys`, one after another; `contents` came and were not taken yet."""
+    """`contents` of `keys`, in order, that came and were not taken yet."""
 
     keys: list[bytes]
     contents: deque[bytes] = field(default_factory=deque[bytes])
@@ -42,7 +41,7 @@ class PageRead:
 
 
 class PageTraffic:
-    """Reads from `folder` and writes to it, until `stop`; the thread then closes the folder."""
+    """Until `stop`; the thread then closes the folder."""
 
     def __init__(self, folder: PageFolder) -> None:
         self._folder = folder
@@ -63,7 +62,6 @@ class PageTraffic:
 
     @property
     def is_off(self) -> bool:
-        """Whether writing has failed, or anything else of the thread."""
         return self.is_broken or self._folder.error is not None
 
     @property
@@ -71,7 +69,6 @@ class PageTraffic:
         return self._num_bytes_to_write < MAX_BYTES_ON_THE_WAY
 
     def read(self, keys: list[bytes]) -> PageRead:
-        """Starts to read; the read has ended already if there is nothing of it."""
         read = PageRead(keys)
         with self._change:
             if keys[0] not in self._folder:
@@ -113,7 +110,7 @@ class PageTraffic:
                 self._change.notify_all()
 
     def wait(self, seconds: float, *reads: PageRead) -> bool:
-        """Waits for the thread; False at once if anything of `reads` has come or one has ended."""
+        """False at once if anything of `reads` has come or one has ended."""
         with self._change:
             if any(read.contents or read.is_ended for read in reads):
                 return False
@@ -145,7 +142,7 @@ class PageTraffic:
             self._folder.close()
 
     def _serve_next(self) -> bool:
-        """Waits for one thing to do and does it; False if there is nothing left after `stop`."""
+        """False if there is nothing left after `stop`."""
         now_s = time.monotonic()
         if now_s >= self._refresh_at_s and not self._is_stopping:
             self._folder.refresh()

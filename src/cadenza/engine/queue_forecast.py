@@ -7,17 +7,15 @@ from typing import NamedTuple
 from cadenza.batch.step_cost import MIN_PROMPT_TOKENS, StepBound, StepCost, StepLoad
 from cadenza.scheduler.scheduler import Scheduler
 
+# Waiting sequences of which it is looked up what is cached; of further ones as much is taken to be.
 MAX_LOOKED_UP = 16
-"""Waiting sequences of which it is looked up what is cached; of further ones as much is taken to
-be."""
 
-UNMEASURED_TOKEN_S = 0.001
-"""Of a prompt token where it is not known what steps cost."""
+UNMEASURED_TOKEN_S = 0.001  # Of a prompt token where it is not known what steps cost
 
 
 class QueueForecast(NamedTuple):
-    """Prompt tokens that are not computed, and the time of a further one after them, which is a
-    guess unless `is_measured`."""
+    """Prompt tokens that are not computed, and the time of a further one, which is a guess unless
+    `is_measured`."""
 
     num_tokens: int
     prompt_token_s: float
@@ -57,7 +55,7 @@ def _num_waiting_tokens(scheduler: Scheduler) -> int:
 def _prompt_token_ms(
     cost: StepCost, bound: StepBound | None, decodes: StepLoad, most: int
 ) -> float:
-    """Of a token in steps that have `decodes` and as many prompt tokens as fit, at most `most`."""
+    """In steps that have `decodes` and as many prompt tokens as fit, at most `most`."""
     count = float(most)
     if bound is not None:
         count = min(count, max(MIN_PROMPT_TOKENS, cost.most_tokens(0, bound.left_ms(decodes))))

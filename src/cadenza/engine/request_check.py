@@ -17,11 +17,8 @@ from cadenza.sparse_prefill import LOOK_AHEAD_TOKENS, SparsePrefill, kept_of_mas
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestCheck:
-    """The properties of an engine that bound its requests. `backend` is its name, for messages.
-    `has_priorities`: requests start in the order of their priorities. `has_constraints`: it can
-    follow structured outputs. `hidden_size` is that of the hidden states that it gives; None if it
-    gives none. `scored_tokens`: of the longest prompt that its prompt scorer scores; None without
-    one."""
+    """What bounds an engine's requests. `hidden_size`: of the hidden states that it gives;
+    `scored_tokens`: of the longest prompt that its scorer scores; None for none."""
 
     limits: EngineLimits
     vocab_size: int
@@ -84,7 +81,6 @@ class RequestCheck:
             check_images(request, images)
 
     def checked(self, given: "Request | CheckedRequest") -> "CheckedRequest":
-        """Raises as `check` does."""
         request = request_of(given)
         self.check(request)
         if isinstance(given, CheckedRequest):
@@ -92,7 +88,7 @@ class RequestCheck:
         return CheckedRequest(request=request, check=self)
 
     def max_num_tokens(self, request: Request) -> int:
-        """Maximum length of the request's sequences: prompt plus `max_tokens`."""
+        """Prompt plus `max_tokens`."""
         if request.params.max_tokens is None:
             return self.limits.max_model_len
         return len(request.prompt_token_ids) + request.params.max_tokens
@@ -133,7 +129,7 @@ class RequestCheck:
         self._check_resolved(request)
 
     def _check_resolved(self, request: Request) -> None:
-        """Raises if text options have not been applied; the text front end must apply them."""
+        """The text front end must apply text options."""
         self._check_constraint(request)
         params, count = request.params, request.params.truncate_prompt_tokens
         if params.bad_words and not request.bad_word_token_ids:
@@ -236,8 +232,8 @@ class RequestCheck:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedRequest:
-    """A request that has passed `check`, so that the engine whose check it is does not check it
-    again; the engine fills in `times` as the request gets on."""
+    """Has passed `check`, so that the engine of that check does not repeat it, which fills in
+    `times`."""
 
     request: Request
     check: RequestCheck
@@ -256,12 +252,8 @@ def check_sparse(
     backend: str,
     scored_tokens: int | None,
 ) -> None:
-    """Raises InvalidRequestError if the engine cannot thin out the request's prompt.
-
-    Args:
-        is_supported: its runner computes such prompts.
-        scored_tokens: of the longest prompt that its scorer scores; None without one.
-    """
+    """Raises InvalidRequestError if the engine cannot prune the request's prompt. `scored_tokens`:
+    as of `RequestCheck`."""
     if not is_supported:
         raise _refused(f"the {backend} backend was not loaded to compute prompts with gaps")
     params, num_tokens = request.params, len(request.prompt_token_ids)
@@ -290,12 +282,11 @@ def _refused(reason: str) -> InvalidRequestError:
     )
 
 
-CHANNELS = 3
-"""Bytes of a pixel."""
+CHANNELS = 3  # Bytes of a pixel
 
 
 def check_images(request: Request, images: ImageLimits | None) -> None:
-    """Raises InvalidRequestError if the engine can never serve the request's images."""
+    """Raises InvalidRequestError."""
     if images is None:
         raise _error("this engine encodes no images (--no-images, or a model of text alone)")
     indices: list[int] = []

@@ -8,7 +8,7 @@ from cadenza.events import WholePromptReason
 
 
 class ResumedSample(msgspec.Struct, frozen=True, kw_only=True):
-    """A sample that has not ended. `num_cached_tokens` is what it reported with its first token."""
+    """`num_cached_tokens`: as reported with its first token."""
 
     sample: int
     token_ids: tuple[int, ...] = ()
@@ -16,9 +16,7 @@ class ResumedSample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Resumption(msgspec.Struct, frozen=True, kw_only=True):
-    """A request's samples that have not ended, and how many log probabilities of its prompt's
-    tokens have come. After a started sparse prefill, `kept` and `whole_because` are as in
-    `Started`."""
+    """Samples that have not ended; `kept` and `whole_because` as in `Started`."""
 
     samples: tuple[ResumedSample, ...]
     num_prompt_logprobs: int = 0

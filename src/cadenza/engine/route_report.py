@@ -10,17 +10,15 @@ from cadenza.engine.core import EngineCore
 from cadenza.engine.queue_forecast import forecast_queue
 from cadenza.engine.request_ids import front_of
 
-HELD_EVERY_S = 1.0
-"""Changes of what is held are reported that often at most."""
+HELD_EVERY_S = 1.0  # Changes of what is held are reported that often at most
 
+# Front ends of which it is remembered what came from them; the one that was silent for longest is
+# forgotten first.
 MAX_FRONTS = 64
-"""Front ends of which it is remembered what came from them; the one that was silent for longest is
-forgotten first."""
 
 
 class HeldChange(msgspec.Struct, frozen=True, kw_only=True):
-    """How the prefixes that an engine holds have changed: short keys (`core.page_keys`),
-    concatenated, of page keys under `secret`. Removals come first."""
+    """Short keys (`page_keys`), concatenated, of page keys under `secret`; removals come first."""
 
     secret: bytes
     added: bytes
@@ -28,35 +26,27 @@ class HeldChange(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Seen(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine has of a front end's requests.
+    """What an engine has of a front end's requests."""
 
-    Args:
-        newest_id: the highest id that it has received.
-        settled_below: requests with lower ids have their prompts computed, or have ended: what
-            came of them is in what the engine has reported.
-    """
-
-    newest_id: int
+    newest_id: int  # the highest id that it has received
+    # requests with lower ids have their prompts computed, or have ended: what came of them is in
+    # what the engine has reported
     settled_below: int
 
 
 class RouteReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An engine's load, at times with what it holds.
+    """An engine's load, at times with what it holds. `queued_s`, `prompt_token_s`: as in
+    `QueueForecast`."""
 
-    Args:
-        queued_s, prompt_token_s: as in `QueueForecast`.
-        seen: by front end, of those that have sent anything.
-        held: None where it was reported a moment ago, or the engine knows no page keys.
-    """
-
-    queued_s: float
+    queued_s: float  # as in `QueueForecast`
     prompt_token_s: float
-    seen: dict[int, Seen]
+    seen: dict[int, Seen]  # by front end, of those that have sent anything
+    # None where it was reported a moment ago, or the engine knows no page keys
     held: HeldChange | None = None
 
 
 class RouteReporter:
-    """Makes the reports of `core`, whose prefixes it follows from now on."""
+    """Of `core`, whose prefixes it follows from now on."""
 
     def __init__(self, core: EngineCore) -> None:
         self._scheduler = core.scheduler
@@ -97,7 +87,7 @@ class RouteReporter:
         )
 
     def _first_unsettled(self) -> dict[int, int]:
-        """By front end. A prompt's pages are in the cache once its sequence has sampled."""
+        """A prompt's pages are in the cache once its sequence has sampled."""
         found = {front: newest + 1 for front, newest in self._newest.items()}
         for each in chain(self._scheduler.waiting, self._scheduler.running):
             front = front_of(each.request_id)

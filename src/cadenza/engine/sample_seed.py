@@ -7,7 +7,7 @@ from cadenza.request import SamplingParams
 def seed_of_sample(
     params: SamplingParams, sample: int, *, request_id: int, engine_seed: int
 ) -> int:
-    """That of a request of one sample with the same tokens. Without a seed in `params` it follows
-    from the engine's seed and the request's id."""
+    """That of a request of one sample with the same tokens; without a seed in `params` from the
+    engine's seed and the request's id."""
     seed = derive_seed(engine_seed, request_id) if params.seed is None else params.seed
     return derive_sample_seed(seed, sample)

@@ -19,28 +19,22 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptScorerModel:
-    """The model that scores prompts, warm; its runner is a `PromptScorer`.
-
-    Args:
-        limits: those of its runner: the target's pages, a row for each prompt that is scored at the
-            same time, and a context and a token budget of its own.
-        cost: of its steps; None where no step's time is bounded.
-    """
+    """Warm; its runner is a `PromptScorer`."""
 
     runner: Runner
+    # those of its runner: the target's pages, a row for each prompt that is scored at the same
+    # time, and a context and a token budget of its own
     limits: EngineLimits
-    cost: StepCost | None = None
+    cost: StepCost | None = None  # of its steps; None where no step's time is bounded
 
 
 class _Failed:
-    """The handle of a step that could not be launched."""
-
     def result(self) -> StepOutput:
         raise RunnerError("the step of the prompt scorer was not launched")
 
 
 class ScoringSteps:
-    """Packs, launches and reads the steps of one scorer, which are those of `queue`."""
+    """Of one scorer and its `queue`."""
 
     def __init__(self, model: PromptScorerModel, queue: ScoringQueue) -> None:
         assert isinstance(model.runner, PromptScorer), "the runner scores no prompts"
@@ -59,7 +53,7 @@ class ScoringSteps:
             return _Failed()
 
     def read(self, step_id: int, handle: StepHandle) -> ScoredStep:
-        """Waits for a launched step. If it failed, the scorer has lost all pages."""
+        """If the step failed, the scorer has lost all pages."""
         try:
             return ScoredStep(handle.result(), self._read_scores)
         except Exception:

@@ -10,34 +10,31 @@ from cadenza.engine.timeouts import MAX_TIMEOUT_S, RequestTimeouts
 from cadenza.errors import QueueFullError
 from cadenza.tenant import Tenant
 
-MEMORY_S = 30.0
-"""Seconds in which requests waited, after which a measured rate counts 1/e."""
+MEMORY_S = 30.0  # Seconds in which requests waited, after which a measured rate counts 1/e.
 
-MEMORY_ENDS = 128
-"""The same of what a request takes, in requests."""
+MEMORY_ENDS = 128  # The same of what a request takes, in requests
 
+# A request has to start so many times before `--request-timeout` as one takes in the mean.
 LONG_RUN = 3.0
-"""A request has to start so many times before `--request-timeout` as one takes in the mean."""
 
+# Of `--request-timeout`: for so long a request may wait however long the others take.
 LEAST_WAIT = 0.25
-"""Of `--request-timeout`: for so long a request may wait however long the others take."""
 
+# Requests that have ended, and seconds in which others waited, before anything is forecast.
 LEAST_ENDS, LEAST_S = 8, 1.0
-"""Requests that have ended, and seconds in which others waited, before anything is forecast."""
 
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
-    """A tenant's waiting requests. `ranks`: ascending; of two requests that with the lower one
-    starts first."""
+    """`ranks`: ascending; of two requests that with the lower one starts first."""
 
     weight: float
     ranks: list[float] = field(default_factory=list[float])
 
 
 class StartForecast:
-    """Work is counted in units: a token that was generated, or the end of a request. `priority_s`:
-    the seconds of waiting that a priority smaller by 1 stands for; 0.0 without priorities."""
+    """Work is counted in units: a generated token, or a request's end. `priority_s`: seconds of
+    waiting that a priority smaller by 1 stands for."""
 
     def __init__(self, timeouts: RequestTimeouts, priority_s: float = 0.0) -> None:
         self._timeouts = timeouts
@@ -49,7 +46,7 @@ class StartForecast:
 
     @property
     def mean_run_s(self) -> float:
-        """From the start of a request to its end; 0.0 before enough is measured."""
+        """0.0 before enough is measured."""
         return self._run_s / self._num_ended if self._num_ended >= LEAST_ENDS else 0.0
 
     @property
@@ -81,7 +78,7 @@ class StartForecast:
         self._num_waiting -= 1
 
     def note_work(self, num_units: int, seconds: float) -> None:
-        """So many units were done in so many seconds, for all of which a request waited."""
+        """For all these seconds a request waited."""
         left = exp(-seconds / MEMORY_S)
         self._num_units = self._num_units * left + num_units
         self._seconds = self._seconds * left + seconds
@@ -94,8 +91,7 @@ class StartForecast:
         self._num_ended = self._num_ended * left + 1
 
     def num_ahead(self, tenant: Tenant, priority: int, accepted_s: float) -> int:
-        """The waiting requests that start before one that comes then: those of its tenant before
-        it, and of each other tenant as many as its weight allows."""
+        """Of its tenant those before it, and of each other tenant as many as its weight allows."""
         own = self._waiting.get(tenant.name)
         rank = self._rank(priority, accepted_s)
         num_own = 0 if own is None else bisect_right(own.ranks, rank)
@@ -106,9 +102,8 @@ class StartForecast:
         )
 
     def start_in_s(self, num_ahead: int, num_free_rows: int, prompts_s: float) -> float:
-        """Until a request starts, at the latest, plus one standard deviation of what requests take;
-        0.0 before enough is measured. `num_free_rows` are those that no request has, `prompts_s`
-        the time until all waiting prompts are computed."""
+        """At the latest, plus one standard deviation of what requests take; 0.0 before enough is
+        measured. `prompts_s`: until all waiting prompts are computed."""
         in_prompts_s = prompts_s * num_ahead / self._num_waiting if self._num_waiting else 0.0
         num_ends = num_ahead + 1 - num_free_rows  # of requests that must make room
         if num_ends <= 0 or self._num_ended < LEAST_ENDS or self._seconds < LEAST_S:
@@ -124,7 +119,7 @@ class StartForecast:
     def refusal(
         self, num_ahead: int, num_free_rows: int, prompts_s: float
     ) -> QueueFullError | None:
-        """Of a request that would start too late. Arguments as of `start_in_s`."""
+        """Of a request that would start too late."""
         start_s = self.start_in_s(num_ahead, num_free_rows, prompts_s)
         if start_s <= self.most_wait_s:
             return None

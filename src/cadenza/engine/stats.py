@@ -24,16 +24,16 @@ STEP_SECONDS_BOUNDS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075),
     *(0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0),
 )
+# While an engine steps: a snapshot takes a fifth of the host's time for a step of eight rows.
 STATS_EVERY_S = 0.1
-"""While an engine steps: a snapshot takes a fifth of the host's time for a step of eight rows."""
 
 STEP_TOKENS_BOUNDS = tuple(float(1 << power) for power in range(15))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """Numbers, numbers by labels (values joined by commas), and histograms, by the names of
-    `ENGINE_FIGURES`. A figure that an engine does not have is absent."""
+    """By the names of `ENGINE_FIGURES`; values by labels are joined by commas. A figure that an
+    engine does not have is absent."""
 
     numbers: dict[str, int | float] = field(default_factory=dict[str, int | float])
     by_label: dict[str, dict[str, int | float]] = field(
@@ -67,18 +67,14 @@ class EngineStats:
 
     @property
     def kv_cache_usage(self) -> float:
-        """The fraction of pages that are live or pinned, 0 to 1."""
+        """Of pages, live or pinned: 0 to 1."""
         pages = self.by_label["pages"]
         return pages["live"] / sum(pages.values())
 
 
 class StepMeter:
-    """Steps an engine and collects its statistics.
-
-    Args:
-        clock: seconds, monotonic.
-        count_compiles: returns the number of programs compiled since warm-up.
-    """
+    """Steps an engine and collects its statistics. `count_compiles`: programs compiled since
+    warm-up."""
 
     def __init__(
         self,
@@ -94,16 +90,15 @@ class StepMeter:
         self._waited_s = 0.0
         self._taken_s = clock()
         self._watch: StepWatch | None = None
+        # How long the newest step took: the call, and the time for which it was put off while
+        # another one was computed.
         self.last_s = 0.0
-        """How long the newest step took: the call, and the time for which it was put off while
-        another one was computed."""
 
     def add_wait(self, seconds: float) -> None:
         """The next step is put off for so long."""
         self._waited_s += seconds
 
     def step(self, announce: Announce | None = None) -> list[Event]:
-        """Calls the core's `step`; records how long it took if it scheduled a step."""
         scheduler = self.core.scheduler
         num_steps, num_tokens = scheduler.num_steps, scheduler.num_scheduled_tokens
         start_s = self._clock()
@@ -118,26 +113,25 @@ class StepMeter:
         return events
 
     def watch(self, first_label: int | None) -> None:
-        """Summarises steps from now on, unless it does already; None: no more."""
+        """Summarises steps from now on; None: no more."""
         if first_label is None:
             self._watch = None
         elif self._watch is None:
             self._watch = StepWatch(self.core, self._clock, first_label)
 
     def summary_due_in_s(self) -> float | None:
-        """Seconds until `take_summary` has one; None while there is nothing to summarise."""
+        """None while there is nothing to summarise."""
         return None if self._watch is None else self._watch.due_in_s()
 
     def take_summary(self) -> StepSummary | None:
-        """The summary that is due, if one is."""
         return self._watch.take() if self.summary_due_in_s() == 0.0 and self._watch else None
 
     def stats(self) -> EngineStats:
         return EngineStats.of(self._readings())
 
     def due_stats(self, now_s: float, *, is_last: bool) -> EngineStats | None:
-        """A snapshot if the newest one of these is `STATS_EVERY_S` old, or no step follows for now,
-        so that other threads read figures as they were then."""
+        """If the newest is `STATS_EVERY_S` old, or no step follows for now, so that other threads
+        read figures as they were then."""
         if not is_last and now_s - self._taken_s < STATS_EVERY_S:
             return None
         self._taken_s = now_s
@@ -153,8 +147,8 @@ class StepMeter:
 
     @property
     def queued_s(self) -> float:
-        """The predicted time of the waiting prompts; by what a token has cost so far, where it is
-        not known what steps cost."""
+        """Predicted time of the waiting prompts; by what a token has cost so far, where costs are
+        not known."""
         queue = forecast_queue(self.core.scheduler)
         if queue.is_measured:
             return queue.queued_s
@@ -270,6 +264,7 @@ DRAFTS_ON_FIGURES: tuple[Figure[EngineCore], ...] = (
     ),
 )
 
+# All that an engine may have, as `/metrics` and the docs list them
 ENGINE_FIGURES: tuple[Figure[Any], ...] = (
     *BATCH_FIGURES,
     *STEP_BOUND_FIGURES,
@@ -281,11 +276,9 @@ ENGINE_FIGURES: tuple[Figure[Any], ...] = (
     *IMAGE_FIGURES,
     *SCORING_FIGURES,
 )
-"""All that an engine may have, as `/metrics` and the docs list them."""
 
 
 def _figures(meter: StepMeter) -> Iterable[tuple[Any, tuple[Figure[Any], ...]]]:
-    """What is read, and of what; None where an engine does not have it."""
     core, scheduler = meter.core, meter.core.scheduler
     stored = core.stored_pages
     return (

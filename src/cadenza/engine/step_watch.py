@@ -16,11 +16,10 @@ from cadenza.events import Event, Token
 from cadenza.scheduler.scheduler import Scheduler
 
 SUMMARY_EVERY_S = 0.1
-MAX_WAITING_ROWS = 32
-"""Waiting sequences that a summary lists; all are counted."""
+MAX_WAITING_ROWS = 32  # Waiting sequences that a summary lists; all are counted
 
+# The engine has failed, or one serves again; or it was ended, and none is started for now.
 EngineChange = Literal["lost", "ready", "unloaded"]
-"""The engine has failed, or one serves again; or it was ended, and none is started for now."""
 
 RowKind = Literal["prompt", "decode", "waiting"]
 
@@ -28,51 +27,34 @@ WAIT_REASONS = tuple(each.value for each in WaitReason)
 
 
 class RowSummary(msgspec.Struct, frozen=True, array_like=True):
-    """A sequence: its progress, and what it did since the last summary.
+    """A sequence's progress, and what it did since the last summary."""
 
-    Args:
-        label: a small number, the same in all summaries of a watch.
-        tenant: its index in the summary's `tenants`.
-        computed: tokens whose KV exists once the launched steps have run; `total`: known tokens.
-        cached: prompt tokens whose KV was found in the prefix cache.
-        new, drafts, preempted: tokens sampled, drafts accepted and preemptions since the last
-            summary.
-        waits_for: one of `WAIT_REASONS`; None unless it waits.
-    """
-
-    label: int
-    tenant: int
+    label: int  # a small number, the same in all summaries of a watch
+    tenant: int  # its index in the summary's `tenants`
     kind: RowKind
-    computed: int
+    computed: int  # tokens whose KV exists once the launched steps have run; `total`: known tokens
     total: int
-    cached: int
-    new: int
+    cached: int  # prompt tokens whose KV was found in the prefix cache
+    new: int  # tokens sampled, drafts accepted and preemptions since the last summary
     drafts: int
     preempted: int
-    waits_for: str | None = None
+    waits_for: str | None = None  # one of `WAIT_REASONS`; None unless it waits
 
 
 class StepSummary(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """The steps since the last summary, and the state after them.
-
-    Args:
-        seconds: that they took, with pauses between them.
-        longest_s: the longest step.
-        num_tokens: computed; `num_sampled`: new tokens of all streams.
-        tenants: names; of each of the rows, one.
-    """
+    """The steps since the last summary, and the state after them."""
 
     num_steps: int
-    seconds: float
-    longest_s: float
-    num_tokens: int
+    seconds: float  # that they took, with pauses between them
+    longest_s: float  # the longest step
+    num_tokens: int  # computed; `num_sampled`: new tokens of all streams
     num_sampled: int
     num_running: int
     num_waiting: int
     pages_live: int
     pages_cached: int
     pages_free: int
-    tenants: tuple[str, ...]
+    tenants: tuple[str, ...]  # names; of each of the rows, one
     rows: tuple[RowSummary, ...]
 
 
@@ -83,8 +65,7 @@ class Watch(msgspec.Struct, frozen=True, tag=True):
 
 
 LiveNews = StepSummary | EngineChange
-OnNews = Callable[[LiveNews], object]
-"""Called on the serving thread; must not block."""
+OnNews = Callable[[LiveNews], object]  # Called on the serving thread; must not block
 
 
 @dataclass(slots=True, eq=False)
@@ -95,8 +76,7 @@ class _Seen:
 
 
 class StepWatch:
-    """Summarises the steps of `core`; `note` is to be called after each. The first is due at once.
-    `clock`: seconds, monotonic."""
+    """`note` is called after each step of `core`. The first summary is due at once."""
 
     def __init__(self, core: EngineCore, clock: Callable[[], float], first_label: int) -> None:
         self._core = core
@@ -104,8 +84,8 @@ class StepWatch:
         self._next_label = first_label
         self._seen: dict[tuple[int, int], _Seen] = {}
         self._sent_at_s: float | None = None
+        # Since when no summary was taken, without the time in which there was nothing to do.
         self._since_s: float | None = None
-        """Since when no summary was taken, without the time in which there was nothing to do."""
         self._has_stepped = False
         self._last_counts: tuple[int, int] | None = None
         self._num_steps = core.scheduler.num_steps
@@ -127,7 +107,7 @@ class StepWatch:
                     self._accepted[key] = self._accepted.get(key, 0) + 1
 
     def due_in_s(self) -> float | None:
-        """Seconds until the next summary is due; None while there is nothing new."""
+        """None while there is nothing new."""
         if not self._has_stepped and self._counts == self._last_counts:
             return None
         if self._sent_at_s is None:
@@ -135,7 +115,6 @@ class StepWatch:
         return max(0.0, self._sent_at_s + SUMMARY_EVERY_S - self._clock())
 
     def take(self) -> StepSummary:
-        """Summarises what `note` was given since the last call."""
         now_s, scheduler = self._clock(), self._core.scheduler
         pages = scheduler.kv_cache.pool.counts()
         tenants: dict[str, int] = {}

@@ -20,7 +20,7 @@ from cadenza.scheduler.turns import Turns
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepWorks:
-    """What they are made of; see `CoreOptions`."""
+    """See `CoreOptions`."""
 
     runner: Runner
     limits: EngineLimits

@@ -21,27 +21,22 @@ from cadenza.kv.kv_cache_manager import KVCacheManager, MissingPages
 
 logger = logging.getLogger(__name__)
 
+# Longest wait of a sequence for pages. Steps are not made meanwhile, so that it has to be well
+# below the time after which an engine counts as hung.
 MAX_READ_WAIT_S = 1.0
-"""Longest wait of a sequence for pages. Steps are not made meanwhile, so that it has to be well
-below the time after which an engine counts as hung."""
 
-MAX_STALLS = 2
-"""After so many late reads in a row that brought no page, nothing is read any more."""
+MAX_STALLS = 2  # After so many late reads in a row that brought no page, nothing is read any more.
 
+# Published pages that may wait for being copied; the oldest of more are not stored.
 MAX_BACKLOG = 1 << 14
-"""Published pages that may wait for being copied; the oldest of more are not stored."""
 
-MAX_STATE_BACKLOG = 64
-"""The same of snapshots."""
+MAX_STATE_BACKLOG = 64  # The same of snapshots
 
-PAGES_PER_STEP = 16
-"""Pages copied from the device between two steps, beside one snapshot."""
+PAGES_PER_STEP = 16  # Pages copied from the device between two steps, beside one snapshot
 
-WAIT_S = 0.01
-"""Longest wait of an engine that has nothing else to do."""
+WAIT_S = 0.01  # Longest wait of an engine that has nothing else to do
 
-CLOSE_WITHIN_S = 5.0
-"""Longest time for writing what is left when an engine is closed."""
+CLOSE_WITHIN_S = 5.0  # Longest time for writing what is left when an engine is closed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,9 +84,8 @@ STORED_PAGE_FIGURES: tuple[Figure[StoredPageCounts], ...] = (
 
 @dataclass(slots=True, eq=False)
 class _Wait:
-    """A waiting sequence, since when it waits, and the read that it waits for. Its own read brings
-    the pages after the first `num_before`; with `num_state_pages`, first the snapshot after so
-    many."""
+    """Its own read brings the pages after the first `num_before`; with `num_state_pages`, first the
+    snapshot after so many."""
 
     since_s: float
     read: PageRead
@@ -130,7 +124,7 @@ class StoredPages:
         return not self._has_ended and bool(self._has_backlog or self._waits)
 
     def is_awaited(self, now_s: float) -> bool:
-        """Whether a sequence waits for a read that had not ended when it was last asked for."""
+        """Whether a sequence waits for a read that had not ended when last asked."""
         return any(
             not each.has_seen_end and now_s - each.since_s <= MAX_READ_WAIT_S
             for each in self._waits.values()
@@ -197,7 +191,7 @@ class StoredPages:
             self._state_backlog.popitem(last=False)
 
     def advance(self) -> None:
-        """Takes pages that were read, and copies published ones; between two steps."""
+        """Between two steps."""
         if self._is_off:
             return
         try:
@@ -214,14 +208,14 @@ class StoredPages:
             self._turn_off()
 
     def wait(self) -> bool:
-        """Waits a moment for the thread; returns False at once if there is something to do."""
+        """False at once if there is something to do."""
         if self._has_backlog and self._traffic.has_room:
             return False
         unseen = [each.read for each in self._waits.values() if not each.has_seen_end]
         return self._traffic.wait(WAIT_S, *unseen)
 
     def close(self) -> None:
-        """Writes what is left, within a bounded time, and ends the thread."""
+        """Within a bounded time."""
         self._kv_cache.page_store = None
         end_s = time.monotonic() + CLOSE_WITHIN_S
         while self._has_backlog and not self._has_ended and time.monotonic() < end_s:
@@ -233,8 +227,7 @@ class StoredPages:
     def _start(
         self, sequence: Sequence, since_s: float, missing: Callable[[], MissingPages]
     ) -> _Wait | None:
-        """Waits for a read that brings the first missing page, if need be of another sequence. None
-        if nothing is missing."""
+        """Of the first missing page, if need be of another sequence; None if nothing is missing."""
         lacks = missing()
         num_state_pages, keys = None, lacks.keys
         if self._kv_cache.states is not None:
@@ -255,8 +248,8 @@ class StoredPages:
         return wait
 
     def _longest_state(self, lacks: MissingPages) -> tuple[int | None, list[bytes]]:
-        """The most pages after which the folder has a snapshot, and the keys to read for it: its
-        own, then those of missing pages. Without one no page is of use."""
+        """The most pages after which the folder has a snapshot, and the keys to read for it.
+        Without one no page is of use."""
         keys = [*lacks.bare_keys, *lacks.keys]
         first = lacks.num_before - len(lacks.bare_keys)
         for count in range(len(keys), 0, -1):
@@ -266,7 +259,7 @@ class StoredPages:
         return None, [state_key(keys[-1])] if keys else []
 
     def _give_up(self, wait: _Wait) -> None:
-        """Of a read that is late; others that wait for it may start one of their own."""
+        """Others that wait for it may start one of their own."""
         if not wait.is_own:
             return
         self._traffic.end(wait.read, "late")
@@ -391,13 +384,12 @@ class StoredPages:
 
 
 def state_key(page_key: bytes) -> bytes:
-    """The key of the snapshot after the page of a key."""
     digest_size = len(page_key)
     return hashlib.blake2b(page_key, digest_size=digest_size, person=b"cadenza-state").digest()
 
 
 def _tokens_of(sequence: Sequence, index: int, size: int) -> bytes:
-    """The tokens with which the content of a sequence's page `index`, or its snapshot, begins."""
+    """With which the content of its page `index`, or its snapshot, begins."""
     return _bytes_of(sequence.token_ids[index * size : (index + 1) * size])
 
 

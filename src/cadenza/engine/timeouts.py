@@ -10,15 +10,14 @@ MIN_TIMEOUT_S, MAX_TIMEOUT_S = 0.001, 86_400.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestTimeouts:
-    """Maximum times, from acceptance, to a request's first step (`queue_s`) and end (`total_s`).
-    Raises ConfigError, which names the flag, for a value outside its bounds."""
+    """From acceptance to a request's first step (`queue_s`) and end (`total_s`). Raises
+    ConfigError, which names the flag."""
 
     queue_s: float = 600.0
     total_s: float = 600.0
 
     @classmethod
     def of(cls, queue_s: float | None, total_s: float) -> Self:
-        """None: a request may wait for as long as it may take in all."""
         return cls(queue_s=total_s if queue_s is None else queue_s, total_s=total_s)
 
     def __post_init__(self) -> None:

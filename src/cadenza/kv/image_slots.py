@@ -13,8 +13,7 @@ from cadenza.batch.batch import EncodedImage, ImageKey
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageSlotCounts:
-    """Slots by state, which sum up to their number; `live`: being encoded, in a launched step, or
-    read next."""
+    """`live`: being encoded, in a launched step, or read next."""
 
     free: int
     cached: int
@@ -26,7 +25,7 @@ class ImageSlotCounts:
 
 
 class ImageSlots:
-    """`num_slots` slots, and the images in them, the one that was used longest ago first."""
+    """Images in `num_slots` slots, the least recently used first."""
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
@@ -45,7 +44,7 @@ class ImageSlots:
     def try_allocate(
         self, key: ImageKey, count: int, is_needed: Callable[[ImageKey], bool]
     ) -> EncodedImage | None:
-        """None if there are too few, even after evicting images that are ready, unpinned and not
+        """None if too few are left after evicting images that are ready, unpinned and not
         needed."""
         assert key not in self._images, "an image has slots already"
         if count > len(self._free):
@@ -89,7 +88,6 @@ class ImageSlots:
             self._free += image.slots.tolist()
 
     def forget_all(self) -> None:
-        """The device has lost its slots."""
         for image in list(self._images.values()):
             self.drop(image)
 
@@ -104,7 +102,6 @@ class ImageSlots:
 
     @property
     def free_slots(self) -> list[int]:
-        """Slots that no sequence may read."""
         return list(self._free)
 
     def check_invariants(self) -> None:

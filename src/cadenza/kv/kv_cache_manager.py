@@ -30,8 +30,7 @@ from cadenza.kv.slot_prefixes import SlotPrefixes
 
 class MissingPages(NamedTuple):
     """What a waiting sequence could take from a store: pages `keys` after its first `num_before`,
-    which are cached; and snapshots of these back to `bare_keys`, the last of them, which have
-    none."""
+    which are cached; snapshots of these back to `bare_keys`, which have none."""
 
     num_before: int
     keys: list[bytes]
@@ -39,16 +38,14 @@ class MissingPages(NamedTuple):
 
 
 class PageStore(Protocol):
-    """Keeps pages beyond the pool by their keys, which mean the same prefix in all processes. Pages
-    enter the prefix cache only through `KVCacheManager.install`, under the key they were stored
-    under."""
+    """Pages beyond the pool, by keys that mean the same prefix in all processes; they enter the
+    prefix cache only through `KVCacheManager.install`, under these keys."""
 
     def is_reading(
         self, sequence: Sequence, now_s: float, missing: Callable[[], MissingPages]
     ) -> bool:
-        """Whether a waiting sequence should wait for pages that are being read. Starts to read if
-        pages are there; answers False once they have come, or after a bounded time. `missing`:
-        returns what of the sequence's pages is not in the prefix cache."""
+        """Whether to wait for pages of a sequence that are being read. Starts to read if pages are
+        there; False once they have come, or after a bounded time."""
         ...
 
     def keep(self, key: bytes, page_id: int) -> None:
@@ -93,9 +90,9 @@ class KVCacheManager:
         return -(-num_tokens // self.page_size)
 
     def find_prefix(self, sequence: Sequence) -> Prefix:
-        """The part of a sequence whose KV exists, without its last token: a sibling's prompt, else
-        the longest cached prefix (with a snapshot, for recurrent models); empty while logit rows of
-        its prompt are needed."""
+        """The part whose KV exists, without the last token: a sibling's prompt, else the longest
+        cached prefix (with a snapshot, for recurrent models); empty while logit rows of its prompt
+        are needed."""
         source = sequence.fork_source
         if source is not None:
             return self._fork(source)
@@ -141,8 +138,7 @@ class KVCacheManager:
     def misses_of(
         self, sequence: Sequence, prefix: Prefix
     ) -> tuple[PrefixMisses, CacheMiss | None]:
-        """Why the prompt of a starting sequence is not all in `prefix`, and where the look-up
-        ended, if early."""
+        """Why a starting prompt is not all in `prefix`, and where the look-up ended, if early."""
         misses, num_tokens = no_misses(), sequence.num_prompt_tokens
         num_missing = num_tokens - prefix.num_cached_tokens
         if sequence.needs_prompt_rows:
@@ -177,7 +173,7 @@ class KVCacheManager:
         return sequence.num_tokens - num_found * self.page_size
 
     def page_keys(self, sequence: Sequence) -> list[bytes]:
-        """The keys of a sequence's full pages; empty if there is no prefix cache."""
+        """Of full pages; empty without a prefix cache."""
         if self.prefix_cache is None:
             return []
         self.prefix_cache.page_keys.extend(sequence.page_keys, _content_of(sequence))
@@ -231,11 +227,10 @@ class KVCacheManager:
     def install(
         self, sequence: Sequence, first: int, count: int, write: Callable[[list[int], int], bool]
     ) -> int:
-        """Adds pages of a waiting sequence from a store to the prefix cache; returns how many. They
-        are the `count` pages after its first `first` pages. Pages that are cached by now are left
-        out; none is added if those before are not, or if too few pages are free or cached. `write`:
-        writes the contents into the pages given, starting from the content of the sequence's page
-        of the index given; False if they cannot be used."""
+        """Adds the `count` pages after a waiting sequence's first `first` from a store to the
+        prefix cache; returns how many. None is added if those before are not cached, or too few are
+        free. `write`: fills the pages given from its page of the index given; False if it
+        cannot."""
         assert self.prefix_cache is not None
         known, known_serial = self._find_pages(sequence)
         start, end = len(known), first + count
@@ -258,9 +253,8 @@ class KVCacheManager:
     def install_state(
         self, sequence: Sequence, num_pages: int, write: Callable[[int], bool]
     ) -> bool:
-        """Adds the snapshot after the first `num_pages` pages of a waiting sequence from a store;
-        False if these are not in the prefix cache, or it cannot be added. `write`: as in
-        `SequenceStates.install`."""
+        """Adds the snapshot after the first `num_pages` pages of a waiting sequence; False if these
+        are not cached, or as `SequenceStates.install`."""
         states, found = self.sequence_states, self._find_pages(sequence)[0]
         if states is None or len(found) < num_pages:
             return False
@@ -312,7 +306,7 @@ class KVCacheManager:
             store.keep_state(sequence.page_keys[num_found - 1], prefix.state_slot)
 
     def place(self, batch: Batch) -> None:
-        """Sets the pages and state slots that a step writes; `unpin` them when it was read."""
+        """Sets the pages and state slots that a step writes."""
         states = self.sequence_states
         for entry in batch.entries:
             sequence, start = entry.sequence, entry.start
@@ -333,7 +327,6 @@ class KVCacheManager:
         self.pool.pin(page_ids)
 
     def unpin(self, page_ids: Iterable[int], state_slots: Iterable[int]) -> None:
-        """After a step was read or dropped: its pages, and the slots of its states."""
         self.pool.unpin(page_ids)
         if self.states is not None:
             self.states.pool.unpin(state_slots)
@@ -345,8 +338,7 @@ class KVCacheManager:
         return self.pool.num_pinned > 0 or is_state_pinned
 
     def try_grow(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Extends the page table, with a slot for the state; False if pages, or the tenant's quota,
-        run out."""
+        """Extends the page table, with a slot for the state; False if pages or quota run out."""
         states = self.sequence_states
         if states is not None and not states.try_reserve(sequence):
             return False
@@ -363,8 +355,7 @@ class KVCacheManager:
         return True
 
     def grow_behind(self, sequence: Sequence, num_tokens: int, count: int) -> int:
-        """Pages and state slots for up to `count` drafts more than `num_tokens`; returns how many
-        there are."""
+        """Pages and state slots for up to `count` drafts; returns for how many."""
         if count and self.sequence_states is not None:
             count = self.sequence_states.reserve_drafts(sequence, count)
         if not count or self.try_grow(sequence, num_tokens + count):
@@ -376,7 +367,6 @@ class KVCacheManager:
         return missing > self.page_quotas.num_left(sequence.tenant)
 
     def _try_grow_beside(self, sequence: Sequence, prefix: Prefix) -> bool:
-        """`try_grow` for all tokens; may take over the prefix's partial page."""
         source = prefix.partial_page
         if source is None or self.pool.ref_count(source):
             return self.try_grow(sequence, sequence.num_tokens)
@@ -392,7 +382,7 @@ class KVCacheManager:
         return self.try_grow(sequence, sequence.num_tokens)
 
     def release(self, sequence: Sequence) -> None:
-        """Frees all pages, last one first (the order of eviction), and rewinds the sequence."""
+        """Frees the last page first (the order of eviction) and rewinds the sequence."""
         self.in_flight_prefixes.remove(sequence)
         known = self._known_pages(sequence)
         for own, page_id in zip(reversed(sequence.page_table), reversed(known), strict=True):
@@ -405,7 +395,7 @@ class KVCacheManager:
         sequence.rewind()
 
     def _known_pages(self, sequence: Sequence) -> list[int]:
-        """The sequence's pages, or the cached ones with the same content."""
+        """Its pages, or the cached ones with the same content."""
         known = list(sequence.page_table)
         if self.prefix_cache is not None:
             keys = sequence.page_keys[: sequence.num_published_pages]
@@ -415,8 +405,7 @@ class KVCacheManager:
         return known
 
     def take_copies(self, started: Iterable[Sequence]) -> list[PageCopy]:
-        """In start order, made before the next step even if they have no part in it: the source
-        page may be reused later."""
+        """To be made before the next step, as the source page may be reused later."""
         copies: list[PageCopy] = []
         for sequence in started:
             if sequence.page_copy is not None:
@@ -425,7 +414,6 @@ class KVCacheManager:
         return copies
 
     def publish(self, sequence: Sequence, num_tokens: int) -> None:
-        """Adds the first `num_tokens` tokens to the prefix cache, as far as they fill pages."""
         self._publish_pages(sequence, num_tokens)
         if self.sequence_states is None:
             return
@@ -468,8 +456,7 @@ class KVCacheManager:
     def _add_to_cache(
         self, sequence: Sequence, index: int, page_id: int, serial: int, page_class: PageClass
     ) -> int | None:
-        """Returns the page's serial; None after a key collision, or if the tenant's quota is in
-        use."""
+        """The page's serial; None after a key collision, or with the tenant's quota in use."""
         assert self.prefix_cache is not None
         key, tenant = sequence.page_keys[index], sequence.tenant
         is_known = self.prefix_cache.page_of(key) is not None
@@ -484,7 +471,7 @@ class KVCacheManager:
         return own
 
     def forget_all(self) -> None:
-        """Empties the prefix cache, because the device's pages were lost."""
+        """The device's pages were lost."""
         self.pool.forget_cached()
 
     def check_invariants(self, sequences: SequenceOf[Sequence]) -> None:
@@ -504,7 +491,6 @@ class KVCacheManager:
         self.page_quotas.check_invariants(sequences)
 
     def _fork(self, source: Sequence) -> Prefix:
-        """Pages of a sibling's computed prompt except its last token, all as unpublished."""
         num_tokens = source.num_prompt_tokens - 1
         full, rest = divmod(num_tokens, self.page_size)
         return Prefix(

@@ -13,11 +13,11 @@ from typing import NamedTuple
 from cadenza.request import Attachment
 from cadenza.sparse_prefill import KeptTokens
 
+# Keys outlive the process where pages are stored (`core.kv_cache_manager.PageStore`).
 KEY_BYTES = 32
-"""Keys outlive the process where pages are stored (`core.kv_cache_manager.PageStore`)."""
 
+# An attachment's start, relative to the page's first token, and its digest.
 Mark = tuple[int, bytes]
-"""An attachment's start, relative to the page's first token, and its digest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +49,15 @@ class Content:
 @dataclass(frozen=True, slots=True)
 class PageContent:
     """A full page's tokens and the attachments that overlap it. `indices` are those of its tokens,
-    none if they are their positions: so a page before the first gap of a pruned prompt is that of
-    the whole prompt, and none after it is."""
+    none if they are their positions: after the first gap of a pruned prompt no page is the whole
+    prompt's."""
 
     token_ids: tuple[int, ...]
     marks: tuple[Mark, ...] = ()
     indices: tuple[int, ...] = ()
 
     def num_common(self, other: "PageContent") -> int:
-        """Tokens up to which two pages are equal: none where indices differ; an attachment differs
-        from its start on."""
+        """Tokens up to which two pages are equal; an attachment differs from its start on."""
         if self.indices != other.indices:
             return 0
         pairs = zip(self.token_ids, other.token_ids, strict=False)
@@ -95,8 +94,8 @@ class PageKeys:
         return key.digest()
 
 
+# Of a key, in a digest: two prefixes of a fleet share them once in 2^64, which costs a miss.
 SHORT_BYTES = 8
-"""Of a key, in a digest: two prefixes of a fleet share them once in 2^64, which costs a miss."""
 
 MAX_KEYS = 1 << 16
 
@@ -129,13 +128,12 @@ class PrefixDigest:
             self._drop(next(iter(self._keys)))
 
     def remove(self, key: bytes) -> None:
-        """Of a page that has left the cache; one that was dropped before changes nothing."""
         short = key[:SHORT_BYTES]
         if short in self._keys:
             self._drop(short)
 
     def take(self) -> DigestChange:
-        """The change since the last call; at first, since there was nothing."""
+        """The change since the last call."""
         change = DigestChange(b"".join(self._added), b"".join(self._removed))
         self._added.clear()
         self._removed.clear()

@@ -10,17 +10,16 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
-NEWEST_PARTS = 4
-"""The newest pages are one in so many."""
+NEWEST_PARTS = 4  # The newest pages are one in so many
 
+# Pools of evictions by which a shared page counts as used later, one that few share as earlier.
 ROUNDS = 4
-"""Pools of evictions by which a shared page counts as used later, one that few share as earlier."""
 
 
 class PageClass(IntEnum):
-    """What a page is worth: it is a state after which its conversation continued; holds tokens
-    after a gap of a pruned prompt, which only the same prompt can share; generated tokens that no
-    request has found; those of a prompt; or those after which several requests went on."""
+    """By worth: a state after which its conversation continued; tokens after a gap of a pruned
+    prompt, which only the same prompt shares; generated tokens that no request found; a prompt's;
+    those after which several requests went on."""
 
     PASSED = 0
     SPARSE = 1
@@ -30,8 +29,8 @@ class PageClass(IntEnum):
 
 
 class Reuse:
-    """How many pages of a class a request found, and how many were evicted instead. Old counts are
-    halved repeatedly, so that they follow the traffic."""
+    """How many pages of a class were found, and evicted instead; old counts are halved
+    repeatedly."""
 
     def __init__(self, num_pages: int) -> None:
         self._most = 8 * max(1, num_pages)
@@ -46,7 +45,7 @@ class Reuse:
 
     def lag(self, page_class: PageClass, other: PageClass, most: int) -> int:
         """From `most`, if pages of a class are never found, down to 0 at half the other class's
-        share, or if nothing is known."""
+        share."""
         found, num = self._found[page_class], self._found[page_class] + self._lost[page_class]
         other_found, other_num = self._found[other], self._found[other] + self._lost[other]
         if not num or not other_found:
@@ -66,7 +65,7 @@ class _Place(NamedTuple):
 
 
 class EvictionOrder:
-    """The order of at most `num_pages` pages; `reuse` is that of the pool that has them."""
+    """The order of at most `num_pages` pages; `reuse` is their pool's."""
 
     def __init__(self, num_pages: int, reuse: Reuse | None = None) -> None:
         self._num_pages = max(1, num_pages)
@@ -85,7 +84,7 @@ class EvictionOrder:
         return page_id in self._places
 
     def first(self, can_go: Callable[[int], bool] | None = None) -> int | None:
-        """The first page, or the first for which `can_go` is true; None if there is none."""
+        """The first page for which `can_go`, if given, is true."""
         first, first_at = None, 0
         for page_class, pages in enumerate(self._classes):
             page_id = _first_of(pages, can_go)
@@ -111,7 +110,7 @@ class EvictionOrder:
         del self._places.pop(page_id)[page_id]
 
     def evict(self, page_id: int) -> None:
-        """Removes a page whose content is lost; all others age by one eviction."""
+        """Its content is lost; all others age by one eviction."""
         self.take(page_id)
         self._num_evicted += 1
 
@@ -140,8 +139,7 @@ def _first_of(pages: Iterable[int], can_go: Callable[[int], bool] | None) -> int
 
 @dataclass(slots=True, eq=False)
 class Page:
-    """A page's counts, its class in the prefix cache, and whether a request has continued after
-    it."""
+    """`has_next`: a request has continued after it."""
 
     ref_count: int = 0
     pin_count: int = 0
@@ -166,7 +164,7 @@ class PageCounts:
 
 
 class PageAccountingError(AssertionError):
-    """An unreferenced page was freed, or an unpinned one unpinned: an internal error."""
+    """An internal error: an unreferenced page was freed, or an unpinned one unpinned."""
 
 
 class PagePool:
@@ -192,12 +190,12 @@ class PagePool:
 
     @property
     def num_available(self) -> int:
-        """Pages that can be allocated now: free and cached ones."""
+        """Free and cached pages."""
         return len(self._free) + len(self._cached)
 
     @property
     def num_pinned(self) -> int:
-        """Unreferenced pages that a launched step still writes; available once it has been read."""
+        """Unreferenced pages that a launched step still writes."""
         return len(self._pages) - self.num_available - self._num_live
 
     def counts(self) -> PageCounts:
@@ -215,7 +213,6 @@ class PagePool:
         return self._pages[page_id].is_cached
 
     def is_own(self, page_id: int) -> bool:
-        """Whether it has one holder, and is not in the prefix cache."""
         page = self._pages[page_id]
         return page.ref_count == 1 and not page.is_cached
 
@@ -223,7 +220,7 @@ class PagePool:
         return self._pages[page_id].page_class
 
     def try_allocate(self, count: int) -> list[int] | None:
-        """`count` pages with reference count 1, free ones before cached ones; None if too few."""
+        """With reference count 1, free ones before cached ones; None if too few."""
         if count > self.num_available:
             return None
         taken: list[int] = []
@@ -239,7 +236,6 @@ class PagePool:
         return taken
 
     def share(self, page_ids: Iterable[int]) -> None:
-        """Adds a reference to each of the pages, which are live or in the prefix cache."""
         for page_id in page_ids:
             page = self._pages[page_id]
             if not page.ref_count:
@@ -282,7 +278,6 @@ class PagePool:
                 self._release_if_unused(page_id, page)
 
     def pin(self, page_ids: Iterable[int]) -> None:
-        """Prevents the reuse of pages while a launched step writes them."""
         for page_id in page_ids:
             self._pages[page_id].pin_count += 1
 
@@ -303,9 +298,8 @@ class PagePool:
         page.has_parted = False
 
     def mark_found(self, page_ids: SequenceOf[int]) -> None:
-        """A request found cached pages, holds them now and continues after the last one. Generated
-        tokens then count as prompt tokens; from the second continuation on pages are shared. Pruned
-        prompts' stay."""
+        """A request found and holds these cached pages, and continues after the last. Generated
+        tokens then count as prompt tokens; from the second continuation on pages are shared."""
         if not page_ids:
             return
         last = self._pages[page_ids[-1]]
@@ -323,15 +317,14 @@ class PagePool:
         last.has_parted = True
 
     def mark_passed(self, page_id: int) -> None:
-        """A request found a cached page but leaves another in its place; a shared one keeps its
-        class."""
+        """A request found a cached page but leaves another in its place."""
         page = self._pages[page_id]
         assert page.ref_count, "only a referenced page can be passed"
         if page.page_class is not PageClass.SHARED:
             page.page_class = PageClass.PASSED
 
     def renew(self, page_id: int) -> None:
-        """A request computed a cached page's content again; the page is as new as its own."""
+        """Its content was computed again: it is as new as that copy."""
         page = self._pages[page_id]
         assert page.is_cached, "only a cached page can be renewed"
         if page.page_class is PageClass.GENERATED:
@@ -345,7 +338,7 @@ class PagePool:
                 self.uncache(page_id)
 
     def uncache(self, page_id: int) -> None:
-        """Removes a page from the prefix cache, referenced or not; its content is lost."""
+        """Its content is lost; referenced or not."""
         page = self._pages[page_id]
         assert page.is_cached, "only a cached page can leave the prefix cache"
         page.is_cached = False

@@ -57,9 +57,8 @@ class PageQuotas:
         return sum(1 for page_id in page_ids if page_id in held)
 
     def try_cache(self, tenant: Tenant, page_id: int, page_class: PageClass) -> bool:
-        """Counts a page that is about to enter the prefix cache. Where a share is full, the first
-        unreferenced page in its order of eviction is evicted; False, with the page not counted, if
-        all are in use."""
+        """Counts a page about to enter the prefix cache. Where a share is full, its first
+        unreferenced page is evicted; False, with the page not counted, if all are in use."""
         limits = self._limits_of(tenant)
         if page_id in self._groups_of:
             return True

@@ -12,27 +12,24 @@ from typing import NamedTuple
 from cadenza.batch.sequence import Sequence
 from cadenza.kv.page_keys import Content, PageContent, PageKeys, PrefixDigest
 
+# Waiting sequences of which it is remembered what they would find; the oldest is forgotten.
 MAX_LOOKUPS = 16
-"""Waiting sequences of which it is remembered what they would find; the oldest is forgotten."""
 
-MAX_EVICTED_KEYS = 1 << 16
-"""Keys of removed pages that are remembered."""
+MAX_EVICTED_KEYS = 1 << 16  # Keys of removed pages that are remembered
 
+# Pages after one prefix, newest first, with which a page that is missing is compared.
 MAX_COMPARED_PAGES = 16
-"""Pages after one prefix, newest first, with which a page that is missing is compared."""
 
+# Prefixes of which the content of the newest removed page after them is remembered.
 MAX_REMOVED_PAGES = 1 << 12
-"""Prefixes of which the content of the newest removed page after them is remembered."""
 
-ROOT = 0
-"""The parent serial of a first page."""
+ROOT = 0  # The parent serial of a first page
 
 
 @dataclass(frozen=True, slots=True)
 class CachedPage:
-    """A published page's content and the serial of the page before it. Serials are unique, so
-    `parent_serial` identifies the complete prefix before the page, which the parent's key alone
-    would not."""
+    """Serials are unique, so `parent_serial` identifies the complete prefix before the page, which
+    the parent's key alone would not."""
 
     serial: int
     key: bytes
@@ -54,8 +51,6 @@ class _Lookup:
 
 
 class _Branches:
-    """The contents of pages by the key of the prefix before them, which is one of one salt."""
-
     def __init__(self) -> None:
         self._pages: dict[bytes, dict[int, PageContent]] = {}
         self._removed: OrderedDict[bytes, PageContent] = OrderedDict()
@@ -76,8 +71,7 @@ class _Branches:
         return parent in self._pages
 
     def num_common(self, parent: bytes, page: PageContent) -> int | None:
-        """Tokens shared with the most similar page after `parent`, of at most `MAX_COMPARED_PAGES`
-        and the newest removed; None without one."""
+        """With the most similar page after `parent`; None without one."""
         pages = self._pages.get(parent, {})
         others = list(islice(reversed(pages.values()), MAX_COMPARED_PAGES))
         if parent in self._removed:
@@ -86,9 +80,9 @@ class _Branches:
 
 
 class PrefixCache:
-    """Index of full pages; their keys have a secret, so that clients cannot construct collisions.
-    `digest` follows what is in the index; None while nobody asks for it. Lookups are memoised:
-    waiting sequences repeat theirs in every step until they are admitted."""
+    """Index of full pages by keyed hashes, so that clients cannot construct collisions. Lookups are
+    memoised: waiting sequences repeat theirs in every step. `digest`: None while nobody asks for
+    it."""
 
     def __init__(self, page_keys: PageKeys) -> None:
         self.page_size = page_keys.page_size
@@ -98,8 +92,7 @@ class PrefixCache:
         self._pages: dict[int, CachedPage] = {}
         self._num_published = 0
         self._evicted: OrderedDict[bytes, None] = OrderedDict()
-        self._lookups: dict[int, _Lookup] = {}
-        """By the identity of their lists of keys."""
+        self._lookups: dict[int, _Lookup] = {}  # By the identity of their lists of keys
         self._branches = _Branches()
 
     def __len__(self) -> int:
@@ -116,8 +109,8 @@ class PrefixCache:
     def find(
         self, keys: list[bytes], content: Content, *, num_pages: int
     ) -> tuple[tuple[int, ...], int]:
-        """Page ids and last serial of the longest cached prefix; `keys` must be the same list from
-        `PageKeys.extend` each time."""
+        """Page ids and last serial of the longest cached prefix; `keys` must be the same list each
+        time."""
         known = self._lookups.get(id(keys))
         if known is None or known.num_pages != num_pages:
             known = self._lookups[id(keys)] = self._look_up(keys, content, num_pages)
@@ -126,21 +119,18 @@ class PrefixCache:
         return known.page_ids, known.serial
 
     def leave(self, keys: list[bytes]) -> None:
-        """The sequence of these keys does not wait any more."""
         self._lookups.pop(id(keys), None)
 
     def known(self, keys: SequenceOf[bytes]) -> list[int]:
-        """The pages of `keys`, from the first on, as far as they are in the index."""
         pages = self._page_of_key
         return [pages[key] for key in takewhile(pages.__contains__, keys)]
 
     def goes_on(self, key: bytes) -> bool:
-        """Whether a page is in the index that follows the page of a key."""
         return self._branches.has_any(key)
 
     def num_common(self, keys: SequenceOf[bytes], content: Content, index: int) -> int | None:
-        """Tokens that page `index`, perhaps partial, shares with a page known after the same
-        prefix; None if none is."""
+        """Tokens that page `index` shares with a page known after the same prefix; None if none
+        is."""
         parent = self._parent_key(keys, content, index)
         return self._branches.num_common(parent, content.page(index, self.page_size))
 
@@ -191,8 +181,8 @@ class PrefixCache:
         content: Content,
         parent_serial: int,
     ) -> tuple[int | None, bool]:
-        """Returns the next page's parent serial, and whether this page was added: not if its key is
-        in the index. The serial is None if that key belongs to a different prefix."""
+        """The next page's parent serial (None if the key belongs to a different prefix), and
+        whether this page was added: not if its key is in the index."""
         page, key = content.page(index, self.page_size), keys[index]
         known = self._page_of_key.get(key)
         if known is not None:
@@ -224,7 +214,6 @@ class PrefixCache:
             self._evicted.popitem(last=False)
 
     def was_evicted(self, key: bytes) -> bool:
-        """And is not in the index again; the oldest of many are forgotten."""
         return key in self._evicted
 
     def check_invariants(self) -> None:
@@ -246,29 +235,22 @@ class PrefixCache:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefix:
-    """Pages that already hold the KV of a sequence's first `num_tokens` tokens. The first
-    `num_published` of `page_ids` came from the prefix cache; `serial` is the serial of the last of
-    them. `partial_page` holds the remaining tokens; it is copied, because the sequences write
-    different tokens after them. An unreferenced one is taken over instead if `may_take_over`, or if
-    no other page is left. `num_cached_tokens` is what the sequence reports as cached. With
-    `is_fork` they are those of a sample's sibling. `state_slot` has the recurrent state after these
-    tokens: a prefix of a model with one ends where there is a snapshot. `num_matched` pages are in
-    the prefix cache, with or without one."""
+    """Pages that already hold the KV of a sequence's first `num_tokens` tokens."""
 
     page_ids: tuple[int, ...] = ()
     num_tokens: int = 0
-    num_published: int = 0
-    serial: int = ROOT
-    partial_page: int | None = None
-    may_take_over: bool = False
-    num_cached_tokens: int = 0
-    is_fork: bool = False
-    state_slot: int | None = None
-    num_matched: int = 0
+    num_published: int = 0  # of `page_ids`, those from the prefix cache
+    serial: int = ROOT  # of the last of these
+    partial_page: int | None = None  # has the remaining tokens; copied, as others follow them
+    may_take_over: bool = False  # in place of a copy, if unreferenced
+    num_cached_tokens: int = 0  # what the sequence reports
+    is_fork: bool = False  # of a sample's sibling
+    state_slot: int | None = None  # the recurrent state after these tokens
+    num_matched: int = 0  # pages in the prefix cache, with a snapshot of the state or without
 
 
+# A sequence waits for one that computes at most this many times the tokens to be shared.
 MAX_WAIT_RATIO = 2
-"""A sequence waits for one that computes at most this many times the tokens to be shared."""
 
 
 class Coming(NamedTuple):
@@ -306,7 +288,7 @@ class InFlightPrefixes:
 
     def coming(self, keys: SequenceOf[bytes], page_size: int) -> Coming | None:
         """The sequence that computes the first missing pages of `keys`, if waiting saves work: they
-        are published with its whole prompt, of which not much more than the shared part may be
+        are published with its whole prompt, of which little more than the shared part may be
         left."""
         other = self._sequence_of.get(keys[0]) if keys else None
         if other is None:

@@ -14,20 +14,19 @@ from cadenza.kv.page_keys import Content
 from cadenza.kv.prefix_cache import InFlightPrefixes, PrefixCache
 from cadenza.kv.slot_prefixes import Closest
 
+# In order: never computed, or forgotten long ago; computed, but its page was needed for something
+# else since; being computed by a running sequence with too much left to wait for; in the cache, but
+# without a snapshot of the recurrent state after it; after the last full page of the prompt, the
+# last token among them, which is always computed; computed in any case, for its log probabilities;
+# or for the mean of its hidden states. That another tenant has computed the same is no reason of
+# its own: it is cold, so that no tenant can learn what others ask.
 MissReason = Literal[
     "cold", "evicted", "in_flight", "no_snapshot", "tail", "prompt_logprobs", "pooling"
 ]
-"""In order: never computed, or forgotten long ago; computed, but its page was needed for something
-else since; being computed by a running sequence with too much left to wait for; in the cache,
-but without a snapshot of the recurrent state after it; after the last full page of the prompt, the
-last token among them, which is always computed; computed in any case, for its log probabilities; or
-for the mean of its hidden states. That another tenant has computed the same is no reason of its
-own: it is cold, so that no tenant can learn what others ask."""
 
 MISS_REASONS: tuple[MissReason, ...] = get_args(MissReason)
 
-PrefixMisses = Mapping[MissReason, int]
-"""Tokens by reason."""
+PrefixMisses = Mapping[MissReason, int]  # Tokens by reason
 
 
 _THEN: Mapping[CacheMissReason, str] = {
@@ -54,10 +53,9 @@ OnPrefix = Callable[[Sequence, PrefixMisses], None]
 
 @dataclass(slots=True, eq=False)
 class PrefixCounts:
-    """Prompt tokens looked up, found and missing; they never decrease. `num_missed_prompts` are
-    prompts by the reason of their `CacheMiss`; `num_differing_tokens` are those from where a prompt
-    differs from an earlier one, for that reason, to its end. `on_prefix`: called with each sequence
-    that is counted, and with why tokens were missing."""
+    """Prompt tokens looked up, found and missing; never decrease. `num_missed_prompts`: by the
+    reason of their `CacheMiss`; `num_differing_tokens`: from where a prompt differs from an earlier
+    one to its end. `on_prefix`: called with each counted sequence."""
 
     on_prefix: OnPrefix | None = None
     num_queries: int = 0
@@ -67,7 +65,7 @@ class PrefixCounts:
     num_differing_tokens: int = 0
 
     def add(self, sequence: Sequence, misses: PrefixMisses) -> None:
-        """The prompt of a sequence that starts; once per prompt."""
+        """Once per prompt."""
         self.num_queries += sequence.num_prompt_tokens
         self.num_hits += sequence.num_cached_tokens or 0
         for reason, count in misses.items():
@@ -123,10 +121,8 @@ PREFIX_FIGURES: tuple[Figure[PrefixCounts], ...] = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LookedUpPrompt:
-    """A prompt of `num_tokens` tokens, of which the first `num_found_pages` pages were found, or
-    none because it `is_skipped`: its tokens are computed in any case. The first `num_matched_pages`
-    are in the cache, those after the found ones without a snapshot of the state. `content` may be
-    longer than the prompt, and so may `keys`."""
+    """The first `num_found_pages` of a prompt's pages were found, `num_matched_pages` are cached,
+    with a snapshot of the state or not. `is_skipped`: its tokens are computed in any case."""
 
     keys: SequenceOf[bytes]
     content: Content
@@ -181,7 +177,6 @@ def miss_in_pages(
 
 
 def miss_in_slots(closest: Closest, num_cached_tokens: int, num_tokens: int) -> CacheMiss | None:
-    """None if all tokens of the prompt were found but the last one."""
     if num_cached_tokens >= num_tokens - 1:
         return None
     return CacheMiss(

@@ -19,8 +19,7 @@ from cadenza.kv.page_pool import PageClass, PagePool
 
 
 class Placement(NamedTuple):
-    """A row's state slots in a step: its start, or None for zeros; those kept, ascending; and all,
-    pinned."""
+    """A row's state slots in a step: its start, or None for zeros; those kept; and all, pinned."""
 
     start: int | None
     kept: tuple[KeptState, ...]
@@ -30,8 +29,8 @@ class Placement(NamedTuple):
 def snapshot_places(
     num_prompt_tokens: int, start: int, *, page_size: int, interval: int
 ) -> list[int]:
-    """Where snapshots of a prompt with `start` known tokens are wanted: multiples of `interval`,
-    and the end of the last page without the last token, for equal prompts."""
+    """Multiples of `interval`, and the end of the last page without the last token, for equal
+    prompts."""
     last = (num_prompt_tokens - 1) // page_size * page_size
     while (last - start) // interval > MAX_PROMPT_SNAPSHOTS:
         interval *= 2
@@ -40,8 +39,7 @@ def snapshot_places(
 
 
 class RecurrentStates:
-    """`num_slots` slots for `num_rows` rows and a prefix cache of `page_size`; counters of
-    snapshots never decrease."""
+    """`num_slots` slots for `num_rows` rows and a prefix cache of `page_size`."""
 
     def __init__(
         self,
@@ -71,8 +69,7 @@ class RecurrentStates:
         return 0, None
 
     def try_open(self, state: SequenceState, *, from_snapshot: bool) -> bool:
-        """References `state.current`, and reserves a slot for the first step; False if none is
-        left."""
+        """References `state.current` and reserves a slot for the first step."""
         shared = [] if state.current is None else [state.current]
         self.pool.share(shared)
         spares = self.pool.try_allocate(1)
@@ -89,8 +86,8 @@ class RecurrentStates:
         self._num_open -= 1
 
     def try_reserve(self, state: SequenceState) -> bool:
-        """The state's own slot if not shared, or another. With none left, gives up the snapshot
-        made last."""
+        """The state's own slot if not shared, or another; with none left, gives up its newest
+        snapshot."""
         if state.spares or self._is_own(state.current):
             return True
         slots = self.pool.try_allocate(1)
@@ -100,7 +97,7 @@ class RecurrentStates:
         return True
 
     def reserve_drafts(self, state: SequenceState, count: int) -> int:
-        """Slots for up to `count` drafts; returns how many there are."""
+        """For up to `count` drafts; returns for how many."""
         most = len(state.spares) - (not self._is_own(state.current))
         while most < count and (slot := self._try_take()) is not None:
             state.spares.append(slot)
@@ -109,7 +106,7 @@ class RecurrentStates:
 
     def place(self, state: SequenceState, start: int, end: int, num_drafts: int) -> Placement:
         """Sets and pins the slots of tokens [start, end), the last being drafts; may overwrite the
-        sequence's own slot."""
+        sequence's own."""
         first, known = state.current, end - num_drafts
         target = first if first is not None and self._is_own(first) else state.spares.pop()
         kept = {known: target}
@@ -134,7 +131,6 @@ class RecurrentStates:
         return Placement(first, places, slots)
 
     def settle(self, state: SequenceState, num_tokens: int) -> None:
-        """After a step with drafts was read: the state after `num_tokens` tokens is right."""
         if not state.drafted:
             return
         state.current = state.drafted.pop(num_tokens)
@@ -144,7 +140,6 @@ class RecurrentStates:
             self.pool.free((state.snapshots.pop(count),))
 
     def keep_for_samples(self, state: SequenceState) -> None:
-        """Its samples start from the state from which a sequence itself starts."""
         if state.current is not None:
             self.pool.share((state.current,))
             state.for_samples = state.current
@@ -156,7 +151,7 @@ class RecurrentStates:
             state.for_samples = None
 
     def try_publish(self, snapshot: StateSnapshot, page_class: PageClass) -> bool:
-        """Makes the state in a referenced slot a page's snapshot; False if it has one."""
+        """A referenced slot becomes a page's snapshot; False if it has one."""
         page_id, slot = snapshot
         if page_id in self._slot_of:
             return False
@@ -166,7 +161,7 @@ class RecurrentStates:
         return True
 
     def roll(self, state: SequenceState, snapshot: StateSnapshot) -> None:
-        """Drops the snapshot that a sequence published before this one if no other took it."""
+        """Drops the snapshot published before this one if no other took it."""
         if state.rolled is not None:
             page_id, slot = state.rolled
             is_there = self._slot_of.get(page_id) == slot and self.pool.is_reusable(slot)
@@ -210,8 +205,6 @@ class RecurrentStates:
         return due
 
     def _hold(self, state: SequenceState, due: SequenceOf[int], kept: dict[int, int]) -> list[int]:
-        """References for the states at `due`, whose slots are added to `kept` while there are any
-        to spare."""
         taken: list[int] = []
         for num_tokens in due:
             slot = kept.get(num_tokens)
@@ -230,7 +223,7 @@ class RecurrentStates:
         return taken
 
     def _try_take(self) -> int | None:
-        """A slot that a row can do without: those that may start need two each."""
+        """That a row can do without: those that may start need two each."""
         if self.pool.num_available <= 2 * (self._num_rows - self._num_open):
             return None
         slots = self.pool.try_allocate(1)
@@ -240,7 +233,6 @@ class RecurrentStates:
         return slot is not None and self.pool.is_own(slot)
 
     def _try_write_over(self, state: SequenceState) -> bool:
-        """Gives up the snapshot that the current state is; True if nothing else needs its slot."""
         slot = state.current
         if slot is None:
             return False

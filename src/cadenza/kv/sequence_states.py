@@ -14,7 +14,7 @@ from cadenza.kv.recurrent_states import Placement, RecurrentStates, snapshot_pla
 
 
 class SequenceStates:
-    """Over `slots`; `prefix_cache` is None where prefixes are not shared."""
+    """`prefix_cache` is None where prefixes are not shared."""
 
     def __init__(
         self,
@@ -48,8 +48,8 @@ class SequenceStates:
         )
 
     def is_saving(self, prefix: Prefix, num_shared: int, coming: Coming) -> bool:
-        """Whether waiting for the first `num_shared` tokens of another sequence gives a snapshot
-        that saves work after `prefix`; asks for one where the two differ."""
+        """Whether waiting for another sequence's first `num_shared` tokens gives a snapshot that
+        saves work after `prefix`; asks for one where the two differ."""
         state = coming.sequence.state
         assert state is not None, "a running sequence has a state"
         return state.ask_for(num_shared, coming.sequence.num_computed_tokens) > prefix.num_tokens
@@ -103,8 +103,7 @@ class SequenceStates:
             self.slots.release(sequence.state)
 
     def publish(self, sequence: Sequence, num_tokens: int) -> list[StateSnapshot]:
-        """Snapshots the states after cached pages of the first `num_tokens` tokens; returns new
-        ones of prompts."""
+        """Snapshots the states after cached pages; returns new ones of prompts."""
         state, published = _state_of(sequence), list[StateSnapshot]()
         if state.forks_at is not None and not sequence.awaits_fork:
             self.slots.free_for_samples(state)
@@ -126,9 +125,8 @@ class SequenceStates:
         return published
 
     def install(self, page_id: int, write: Callable[[int], bool]) -> bool:
-        """Adds a snapshot after a page of the prefix cache from a store; False if there is one, or
-        no slot for it. `write`: writes the state into the slot given; False if it cannot be
-        used."""
+        """A snapshot after a cached page from a store; False if there is one, no slot is free, or
+        `write`, which fills the slot given, cannot."""
         if self.slots.slot_of(page_id) is not None:
             return False
         taken = self.slots.pool.try_allocate(1)

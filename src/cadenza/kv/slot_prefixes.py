@@ -9,24 +9,20 @@ from dataclasses import dataclass, replace
 from cadenza.batch.sequence import Sequence
 from cadenza.kv.page_keys import Content
 
-MIN_PREFIX = 16
-"""Tokens of the shortest prefix whose copy is worth more than its computation."""
+MIN_PREFIX = 16  # Tokens of the shortest prefix whose copy is worth more than its computation.
 
 BLOCK = 256
 
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """A slot's content: the first `num_tokens` of a list that its sequence appends to."""
-
     content: Content
     num_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotPrefix:
-    """The first `num_tokens` tokens of a slot; `is_most`: at least half of it, so that a takeover
-    loses little."""
+    """`is_most`: at least half of the slot, so that a takeover loses little."""
 
     slot: int
     num_tokens: int
@@ -35,16 +31,15 @@ class SlotPrefix:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Closest:
-    """How many of a prompt's first tokens the closest slot has, and whether it `goes_on` after
-    them."""
+    """How many of a prompt's first tokens the closest slot has; `goes_on` after them."""
 
     num_common: int
     goes_on: bool
 
 
 class SlotPrefixes:
-    """`unit` 1: slots continue after any token; otherwise only after the last multiple of `unit`
-    before their prompt's last token, where a recurrent runner keeps a snapshot."""
+    """`unit` 1: slots continue after any token; otherwise only after the last multiple of it before
+    their prompt's last token, where a recurrent runner keeps a snapshot."""
 
     def __init__(self, unit: int) -> None:
         self._unit = unit
@@ -54,7 +49,7 @@ class SlotPrefixes:
         return len(self._slots)
 
     def find(self, sequence: Sequence, content: Content) -> SlotPrefix | None:
-        """The closest slot, without the last token, and with snapshots without generated ones."""
+        """Without the last token."""
         most = len(content.token_ids) - 1
         if self._unit > 1:
             if sequence.request.needs_prompt_rows:
@@ -71,8 +66,7 @@ class SlotPrefixes:
         return SlotPrefix(slot=best, num_tokens=length, is_most=is_most)
 
     def closest(self, content: Content, num_tokens: int) -> Closest:
-        """The slot with most of the first `num_tokens` tokens, even if it cannot be continued
-        there."""
+        """Even if it cannot be continued there."""
         best, goes_on = 0, False
         for known in self._slots.values():
             own = known.content
@@ -100,7 +94,7 @@ class SlotPrefixes:
         del self._slots[slot]
 
     def _common(self, known: _Known, content: Content, most: int) -> int:
-        """Tokens that `content` can take from a slot; 0 if it is another tenant's."""
+        """0 if it is another tenant's."""
         own = known.content
         if own.salt != content.salt:
             return 0

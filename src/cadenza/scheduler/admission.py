@@ -10,28 +10,27 @@ from cadenza.config import AdmissionMode
 from cadenza.kv.kv_cache_manager import KVCacheManager
 from cadenza.kv.prefix_cache import Prefix
 
+# The fraction of the remaining output that each `--admission` reserves pages for.
 RESERVED_OUTPUT: dict[AdmissionMode, float] = {
     "conservative": 1.0,
     "balanced": 0.5,
     "optimistic": 0.0,
 }
-"""The fraction of the remaining output that each `--admission` reserves pages for."""
 
+# After this many preemptions, readmission reserves the full output of all sequences.
 WHOLE_AFTER_PREEMPTIONS = 3
-"""After this many preemptions, readmission reserves the full output of all sequences."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
-    """Reserves pages for each sequence's current tokens and a share of its remaining output.
-    `page_size`: tokens per page. `reserved_output`: fraction (0 to 1) of the remaining output
-    reserved on first admission; each preemption halves the unreserved fraction."""
+    """Reserves pages for current tokens and `reserved_output` (0 to 1) of the remaining output;
+    each preemption halves the unreserved fraction."""
 
     page_size: int
     reserved_output: float = RESERVED_OUTPUT["balanced"]
 
     def reserved_pages(self, sequence: Sequence, *, whole: bool) -> int:
-        """Pages of its tokens and of the share of its output; `whole`: of its complete output."""
+        """`whole`: of its complete output."""
         # The last token's KV is never computed.
         remaining = max(0, sequence.max_num_tokens - 1 - sequence.num_tokens)
         share = 1.0
@@ -42,8 +41,6 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class _Running:
-    """What the first `count` running sequences reserve beyond their pages, and their samples."""
-
     count: int
     num_pages: int
     groups: dict[int, list[Sequence]]
@@ -51,8 +48,8 @@ class _Running:
 
 class Reservations:
     """The reservations of running sequences, summed once for all that are to start in a step.
-    `running`: is read when needed. Between two calls of `forget` sequences may be appended to it,
-    and the tokens and pages of those in it must not change."""
+    Between two calls of `forget` sequences may be appended to `running`; those in it must not
+    change."""
 
     def __init__(self, admission: Admission, running: SequenceOf[Sequence]) -> None:
         self._admission = admission
@@ -64,10 +61,9 @@ class Reservations:
         self._sums.clear()
 
     def can_admit(self, candidate: Sequence, *, available: int, shared: int) -> bool:
-        """True if `available` pages cover the candidate, all reservations and the unshared pages of
-        samples that will fork a running prompt or the candidate's (not those of its own running
-        request). `shared` pages belong to others and are not counted. With nothing running only the
-        candidate's pages count."""
+        """Whether `available` pages cover the candidate, all reservations and the unshared pages of
+        samples that will fork a running prompt or the candidate's. `shared` pages belong to others
+        and are not counted; with nothing running only the candidate's count."""
         admission = self._admission
         whole = candidate.num_preemptions >= WHOLE_AFTER_PREEMPTIONS
         wanted = admission.reserved_pages(candidate, whole=whole) - shared
@@ -81,8 +77,8 @@ class Reservations:
         return wanted <= available
 
     def leave(self, num_pages: int, ready: Sequence | None, *, available: int, whole: bool) -> bool:
-        """True if `available` pages cover so many, all reservations and those of a ready sequence;
-        `whole`: with all their output."""
+        """Whether `available` pages cover `num_pages`, all reservations and a `ready`
+        sequence's."""
         wanted = num_pages + self._sum(whole=whole).num_pages
         if ready is not None:
             wanted += self._admission.reserved_pages(ready, whole=whole)
@@ -102,7 +98,6 @@ class Reservations:
         )
 
     def fits_quota(self, kv_cache: KVCacheManager, sequence: Sequence, prefix: Prefix) -> bool:
-        """Whether its tenant's quota holds the sequence alongside those of the tenant that run."""
         tenant = sequence.tenant
         if tenant.page_share == 1.0:
             return True
@@ -128,7 +123,6 @@ class Reservations:
 
 
 def _coming_forks(candidate: Sequence, running: dict[int, list[Sequence]]) -> list[Sequence]:
-    """Fresh samples of running requests and of the candidate's, unless that request is running."""
     groups = [siblings for request, siblings in running.items() if request != candidate.request_id]
     if candidate.request_id not in running:
         groups.append(candidate.siblings)

@@ -15,15 +15,15 @@ from cadenza.batch.step_cost import StepBound, StepCost, full_decode
 from cadenza.config import EngineLimits
 from cadenza.tenant import Tenant
 
+# Steps full of prompt tokens that a tenant below its share may save up, so that close prompts need
+# not wait for others.
 CREDIT_STEPS = 4
-"""Steps full of prompt tokens that a tenant below its share may save up, so that close prompts need
-not wait for others."""
 
+# Above so many counters, those that a tenant would get anyway when it comes back are dropped.
 MAX_COUNTERS = 1024
-"""Above so many counters, those that a tenant would get anyway when it comes back are dropped."""
 
+# Of an output token's cost: prompts are not free where measured times are too noisy to tell.
 LEAST_PROMPT_COST = 0.01
-"""Of an output token's cost: prompts are not free where measured times are too noisy to tell."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +49,7 @@ def fair_share_of(bound: StepBound | None, limits: EngineLimits) -> "FairShare":
 
 
 class FairShare:
-    """Counters of one scheduler's tenants; `credit`: how far a joining tenant's may be below the
-    others'."""
+    """Counters of one scheduler's tenants; a joining one's may be `credit` below the others'."""
 
     def __init__(self, cost: ServiceCost | None = None, credit: float = 0.0) -> None:
         self._cost = cost or ServiceCost()
@@ -65,7 +64,7 @@ class FairShare:
         return self._num_waiting
 
     def join(self, tenant: Tenant) -> None:
-        """One more sequence waits; a first one lifts the counter to the level, less the credit, so
+        """A tenant's first waiting sequence lifts its counter to the level, less the credit, so
         that idle tenants save up nothing."""
         name = tenant.name
         count = self._num_waiting.get(name, 0)
@@ -88,7 +87,6 @@ class FairShare:
         return self._counters.get(sequence.tenant.name, 0.0)
 
     def charge_prompt(self, sequence: Sequence, num_tokens: int) -> None:
-        """A sequence starts for the first time; `num_tokens` of its prompt are to be computed."""
         self._charge(sequence.tenant, self._cost.prompt * num_tokens)
 
     def charge_outputs(self, entries: Iterable[BatchEntry]) -> None:
@@ -113,8 +111,7 @@ class FairShare:
         self._charge(sequence.tenant, self._cost.prompt * num_tokens)
 
     def in_turns(self, ordered: list[Sequence]) -> Iterable[Sequence]:
-        """Waiting sequences by their tenants' smallest counter, each tenant's in the order given;
-        charges in between count."""
+        """Waiting sequences by their tenants' smallest counter; charges in between count."""
         return ordered if len(self._num_waiting) < 2 else self._merged(ordered)
 
     def check_invariants(self, waiting: Iterable[Sequence]) -> None:
@@ -144,12 +141,11 @@ class FairShare:
             self._counters[tenant.name] = count + service / tenant.weight
 
     def _raise_level(self) -> None:
-        """To the smallest waiting counter; it never falls when a tenant joins a credit below it."""
+        """To the smallest waiting counter; never falls when a tenant joins below it."""
         names = self._num_waiting or (self._last_left,)
         self._level = max(self._level, min(self._counters.get(name, 0.0) for name in names))
 
     def _drop_idle(self) -> None:
-        """Drops the counters of tenants that would get no less if they came back."""
         self._counters = {
             name: count
             for name, count in self._counters.items()
@@ -157,9 +153,9 @@ class FairShare:
         }
 
 
+# Below `WHOLE_AFTER_PREEMPTIONS`, so that this alone never makes a sequence wait for pages of
+# complete outputs.
 MAX_DISPLACEMENTS = 2
-"""Below `WHOLE_AFTER_PREEMPTIONS`, so that this alone never makes a sequence wait for pages of
-complete outputs."""
 
 
 class UnderShareTenants:
@@ -200,9 +196,8 @@ class UnderShareTenants:
     def preemptable_for(
         self, sequence: Sequence, running: SequenceOf[Sequence], *, lacks_row: bool
     ) -> list[Sequence]:
-        """Running sequences that a waiting one may preempt for a row or, else, for pages: of
-        tenants above their share. None unless its own tenant is under its share and, with it,
-        within its share of pages."""
+        """Running sequences of tenants above their share that a waiting one may preempt for a row
+        or for pages; none unless its own tenant is, with it, within its share."""
         name = sequence.tenant.name
         if not self.is_under_share(name):
             return []

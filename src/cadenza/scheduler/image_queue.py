@@ -25,14 +25,13 @@ from cadenza.scheduler.fair_share import FairShare
 from cadenza.scheduler.step_budget import PromptPart
 from cadenza.scheduler.step_work import StepDuration, StepPlan, StepWork
 
+# Waiting sequences, in start order, whose next images are encoded before they have a row.
 NUM_AHEAD = 8
-"""Waiting sequences, in start order, whose next images are encoded before they have a row."""
 
-MAX_QUANTA = 4096
-"""Of a step."""
+MAX_QUANTA = 4096  # Of a step
 
+# Of a step whose time is not bounded: alongside tokens, and without any.
 FREE_QUANTA, FREE_QUANTA_ALONE = 32, 256
-"""Of a step whose time is not bounded: alongside tokens, and without any."""
 
 WorkOf = Callable[[Attachment], ImageWork]
 
@@ -41,8 +40,6 @@ _end_of = attrgetter("end")
 
 @dataclass(slots=True, eq=False)
 class _Encoding:
-    """The image being encoded for a sequence; its first `num_done` work items are launched."""
-
     sequence: Sequence
     attachment: Attachment
     image: EncodedImage
@@ -52,10 +49,9 @@ class _Encoding:
 
 @dataclass(slots=True, kw_only=True)
 class ImageCounts:
-    """Counters that never decrease. `num_encoded`: images. `num_failed`: images whose encoding was
-    lost with a failed step, or given up. `num_slot_hits`: images that a request found in the slots.
-    `num_prefix_hits`: images whose tokens were all in the prefix cache when a request started.
-    `encoder_ms`: what steps took for encoding, by the predictions corrected so far."""
+    """Never decrease. `num_failed`: encodings lost with a failed step, or given up.
+    `num_slot_hits`: images found in the slots; `num_prefix_hits`: whose tokens were all in the
+    prefix cache."""
 
     num_encoded: int = 0
     num_failed: int = 0
@@ -116,14 +112,14 @@ class ImageQueue(StepWork):
         self._kv_cache = kv_cache
         self._fair_share = fair_share
         self._work_of = work_of
+        # Those with images that have not ended, in the order of arrival
         self._sequences: dict[Sequence, None] = {}
-        """Those with images that have not ended, in the order of arrival."""
         self._next: dict[Sequence, Attachment | None] = {}
         self._encoding: _Encoding | None = None
         self._num_looked_up = 0
         self._is_turn_of_retried = False
+        # The step encodes alongside its tokens; otherwise only if it has none
         self._is_beside = False
-        """The step encodes alongside its tokens; otherwise only if it has none."""
 
     @property
     def figures(self) -> tuple["ImageQueue", tuple[Figure["ImageQueue"], ...]]:
@@ -131,7 +127,6 @@ class ImageQueue(StepWork):
 
     @property
     def encoding_for(self) -> Sequence | None:
-        """The sequence of the image of which some work items are launched, but not all."""
         current = self._encoding
         return None if current is None or not current.num_done else current.sequence
 
@@ -180,7 +175,6 @@ class ImageQueue(StepWork):
         return replace(part, num_left=self.reachable(sequence, part.start) - part.start)
 
     def wait_reason(self, sequence: Sequence) -> WaitReason | None:
-        """Only of those after the first `NUM_AHEAD` that a step has looked up."""
         if not sequence.request.attachments or not self._lacks(sequence, self._next.get(sequence)):
             return None
         self._num_looked_up += 1
@@ -204,7 +198,6 @@ class ImageQueue(StepWork):
     def _seen(
         self, batch: Batch, sequence: Sequence, start: int, end: int
     ) -> tuple[SeenImage, ...]:
-        """`_images_of` tokens that are computed now, so that their images count as used."""
         found = self._images_of(batch, sequence, start, end)
         for each, image in found:
             self.slots.touch(image)
@@ -217,7 +210,6 @@ class ImageQueue(StepWork):
     def _images_of(
         self, batch: Batch, sequence: Sequence, start: int, end: int
     ) -> tuple[SeenImage, ...]:
-        """Encoded images of tokens [start, end); pinned until the step is read."""
         found: list[SeenImage] = []
         attachments = sequence.request.attachments
         for each in attachments[bisect_right(attachments, start, key=_end_of) :]:
@@ -231,8 +223,7 @@ class ImageQueue(StepWork):
         return tuple(found)
 
     def begin(self, plan: StepPlan) -> None:
-        """Before the step's tokens are known. A retried sequence's images are encoded without
-        tokens."""
+        """A retried sequence's images are encoded without tokens."""
         self._is_beside = False
         if not self._sequences:
             return
@@ -261,7 +252,6 @@ class ImageQueue(StepWork):
         return self._begin(plan, may_evict_next=not plan.running)
 
     def fill(self, plan: StepPlan, batch: Batch) -> None:
-        """Work items of as many images as there is time for."""
         if not self._sequences:
             return
         self._see(batch)
@@ -284,8 +274,8 @@ class ImageQueue(StepWork):
             batch.span = replace(span, images=images)
 
     def _encode_current(self, batch: Batch, left_ms: float | None) -> bool:
-        """What takes `left_ms`, at least one item; a fixed number without a bound. Returns whether
-        the image is done."""
+        """What takes `left_ms`, at least one item; a fixed number without a bound. Whether the
+        image is done."""
         current = self._encoding
         assert current is not None, "no image is being encoded"
         start, work = current.num_done, current.work
@@ -353,10 +343,8 @@ class ImageQueue(StepWork):
             assert not current.image.is_ready, "an image that is encoded is being encoded"
 
     def _begin(self, plan: StepPlan, *, may_evict_next: bool = False) -> bool:
-        """Whether an image is being encoded: begins the first that is needed and gets its slots.
-        Where several tenants need some, the one that has had least is first. If it does not get its
-        slots, those that run come: they hold pages, which it may wait for in turn.
-        `may_evict_next`: for one that waits also what others wait for that cannot start."""
+        """Begins the first image that is needed and gets its slots; the tenant that has had least
+        is first. Those that run come next: they hold pages, which it may wait for in turn."""
         if self._encoding is not None or not self._sequences:
             return self._encoding is not None
         blocked = self._blocked_running()
@@ -401,7 +389,6 @@ class ImageQueue(StepWork):
         return found
 
     def _blocked_waiting(self, plan: StepPlan) -> list[tuple[Sequence, Attachment]]:
-        """Missing images of the first `NUM_AHEAD` waiting sequences that wait for nothing else."""
         if all(each.status is SequenceStatus.RUNNING for each in self._sequences):
             return []
         found: list[tuple[Sequence, Attachment]] = []
@@ -417,7 +404,6 @@ class ImageQueue(StepWork):
         return found
 
     def _look_up(self, sequence: Sequence) -> Attachment | None:
-        """What a sequence needs next after what it has, or would find in the prefix cache."""
         if not sequence.request.attachments:
             return None
         if sequence.status is SequenceStatus.RUNNING:
@@ -463,7 +449,6 @@ class ImageQueue(StepWork):
         batch.images += images
 
     def _charge(self, current: _Encoding, load: ImageLoad, *, is_bounded: bool) -> None:
-        """The tenant pays by time, or by tokens where no time is known."""
         if is_bounded:
             self._fair_share.charge_ms(current.sequence, self.cost.predict_ms(load))
         else:

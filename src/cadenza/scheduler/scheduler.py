@@ -32,18 +32,12 @@ _row_of = attrgetter("row")
 
 
 def no_works(_: Turns) -> tuple[StepWork, ...]:
-    """Tokens are all that steps compute."""
     return ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerOptions:
-    """What decides who runs when, and never what comes of it. `step_bound`: bounds the time of
-    steps; None bounds only their tokens. `step_cost`: what steps cost, where there is no bound;
-    None if it is not known. `batching`: "static" starts sequences only when all that ran have
-    ended, as many as there are rows and pages for. `on_prefix`: called with each sequence whose
-    prompt was looked up, as it starts, and with why tokens were missing. `works`: makes what steps
-    do alongside tokens, for the turns of its sequences."""
+    """What decides who runs when, and never what comes of it."""
 
     step_bound: StepBound | None = None
     step_cost: StepCost | None = None
@@ -107,7 +101,7 @@ class Scheduler:
         return [*self.waiting, *self.running]
 
     def work(self, kind: type[Work]) -> Work:
-        """The work of a class. Raises LookupError if there is none."""
+        """Raises LookupError if there is none of the class."""
         for each in self.works:
             if isinstance(each, kind):
                 return each
@@ -121,7 +115,7 @@ class Scheduler:
         return WaitReason.TURN if self.running.has_free else WaitReason.ROW
 
     def must_follow(self) -> bool:
-        """Whether the next step is to follow the newest tokens. To be asked once for a step."""
+        """Whether the next step is to follow the newest tokens; asked once for a step."""
         number, cost = self.num_steps, self.step_cost
         return any(work.must_follow(self.running, number, cost) for work in self.works)
 
@@ -129,7 +123,6 @@ class Scheduler:
         self._times.observe(batch, measured_ms, idle_ms)
 
     def predict_ms(self, batch: Batch) -> float | None:
-        """What a step is to take; None if that is not known."""
         return self._times.predict_ms(batch)
 
     @property
@@ -142,8 +135,7 @@ class Scheduler:
             work.add(sequence)
 
     def schedule(self, now_s: float = 0.0) -> Batch | None:
-        """The next step, with its pages; None if nothing can be computed. `now_s`: the clock of
-        `arrived_s`."""
+        """None if nothing can be computed. `now_s`: the clock of `arrived_s`."""
         plan = StepPlan(
             turns=self.turns.of_step(self.running, now_s),
             running=self.running,
@@ -174,7 +166,7 @@ class Scheduler:
         return self._launched(plan, entries)
 
     def update(self, batch: Batch, output: StepOutput) -> list[Event]:
-        """Applies a step's results; `output` has one entry per logit row of the batch."""
+        """`output` has one entry per logit row of the batch."""
         self._unpin(batch)
         events = self._results.apply(batch, output)
         for work in self.works:
@@ -182,8 +174,7 @@ class Scheduler:
         return events
 
     def fail_batch(self, batch: Batch, error: str) -> list[Event]:
-        """Each sequence is retried once, in steps of its own; a retried one ends with an error
-        event."""
+        """Each sequence is retried once, in steps of its own; a retried one ends with an error."""
         self.drop_batch(batch)
         events: list[Event] = []
         computed = [entry.sequence for entry in batch.entries]
@@ -210,8 +201,7 @@ class Scheduler:
         self._end(sequence)
 
     def restart(self) -> None:
-        """After the device lost its pages: requeues running sequences, empties the prefix cache,
-        restarts the works."""
+        """The device lost its pages."""
         for sequence in self.running[::-1]:
             self._rewind_to_waiting(sequence)
         for sequence in self.waiting:
@@ -242,8 +232,7 @@ class Scheduler:
         return any(sequence.page_copy is not None for sequence in self.running)
 
     def _allocate_turn(self, turn: Turn, plan: StepPlan, budget: StepBudget) -> list[BatchEntry]:
-        """Entries of running and starting sequences, with pages; none starts in a step that
-        preempted."""
+        """None starts in a step that preempted."""
         num_preemptions = self.num_preemptions
         running = turn.running
         for work in self.works:
@@ -265,7 +254,7 @@ class Scheduler:
         return [entry for entry in entries if entry.sequence.status is SequenceStatus.RUNNING]
 
     def _allocate_decodes(self, sequences: list[Sequence], budget: StepBudget) -> list[BatchEntry]:
-        """One token of each, oldest first, and forced ones if there is time."""
+        """Forced tokens, too, if there is time."""
         entries: list[BatchEntry] = []
         num_forced = budget.num_forced(sequences)
         for sequence in sequences:
@@ -324,8 +313,8 @@ class Scheduler:
         return is_running and self._allocate_or_preempt(sequence, count)
 
     def _allocate_or_preempt(self, sequence: Sequence, count: int) -> bool:
-        """Preempts other sequences and finally itself. False if it was preempted, or if pages or
-        slots are pinned by a launched step."""
+        """Preempts others and finally itself. False if it was preempted, or if pages or slots are
+        pinned by a launched step."""
         num_tokens = sequence.num_computed_tokens + count
         while not self.kv_cache.try_grow(sequence, num_tokens):
             candidates: SequenceOf[Sequence] = self.running

@@ -9,8 +9,7 @@ from collections.abc import Sequence as SequenceOf
 from cadenza.batch.sequence import Sequence
 
 MAX_PROMPTS = 256
-MAX_CHUNKS = 1 << 20
-"""Scores of all prompts together: 8 MiB."""
+MAX_CHUNKS = 1 << 20  # Scores of all prompts together: 8 MiB
 
 
 def prompt_digest(sequence: Sequence) -> bytes:

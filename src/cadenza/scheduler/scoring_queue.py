@@ -31,22 +31,21 @@ from cadenza.sparse_prefill import (
 )
 from cadenza.tenant import Tenant
 
-MAX_SCORINGS = 4
-"""Prompts that are scored at the same time: the rows of the scorer."""
+MAX_SCORINGS = 4  # Prompts that are scored at the same time: the rows of the scorer
 
 _row_of = attrgetter("row")
 
+# Mean score of each prompt token, from the row, the tokens and the number of queries; None if
+# unreadable.
 ReadScores = Callable[[int, int, int], Iterable[float] | None]
-"""Mean score of each prompt token, from the row, the tokens and the number of queries; None if
-unreadable."""
 
+# After so many preemptions a scoring begins only if nothing that runs can preempt it.
 WHOLE_AFTER = 3
-"""After so many preemptions a scoring begins only if nothing that runs can preempt it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoringOptions:
-    """The scorer: the limits of its runner, and what its steps cost; None if it is not known."""
+    """Limits of the scorer's runner; `cost`: None if not known."""
 
     limits: EngineLimits
     cost: StepCost | None = None
@@ -54,10 +53,8 @@ class ScoringOptions:
 
 @dataclass(slots=True, kw_only=True)
 class ScoringCounts:
-    """Counters that never decrease. `num_scored`: prompts. `num_remembered`: requests' samples
-    whose prompt had been scored before. `num_failed`: scorings that were given up. `num_preempted`:
-    scorings that lost their pages and began again. `num_tokens`: that the scorer computed.
-    `scoring_ms`: what steps took for it, by the predictions corrected so far."""
+    """Never decrease. `num_remembered`: samples whose prompt had been scored before.
+    `num_preempted`: scorings that lost their pages. `scoring_ms`: by predictions as corrected."""
 
     num_scored: int = 0
     num_remembered: int = 0
@@ -105,7 +102,7 @@ SCORING_FIGURES: tuple[Figure["ScoringQueue"], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class ScoredStep:
-    """What a step of the scorer gave; no output if it failed."""
+    """No output if it failed."""
 
     output: StepOutput | None
     read_scores: ReadScores
@@ -113,9 +110,9 @@ class ScoredStep:
 
 @dataclass(slots=True, eq=False)
 class _Scoring:
-    """A prompt that sequences wait for: `sequence` is the scorer's own, over the prompt and what is
-    drawn after it. `num_queries` are launched, of which the last may not be read. `is_retried`: a
-    step with it failed, so that its steps are its own."""
+    """`sequence` is the scorer's own, over the prompt and what is drawn after it. The last of
+    `num_queries` may not be read. `is_retried`: a step with it failed, so that its steps are its
+    own."""
 
     digest: bytes
     sequence: Sequence
@@ -150,15 +147,13 @@ class ScoringQueue(StepWork):
         self._fair_share = fair_share
         self._memo = ScoreMemo()
         self._scorings: dict[bytes, _Scoring] = {}
+        # Of waiting sequences, and of the scorer's own
         self._scoring_of: dict[Sequence, _Scoring] = {}
-        """Of waiting sequences, and of the scorer's own."""
-        self._begun: list[_Scoring] = []
-        """In the order in which they began."""
+        self._begun: list[_Scoring] = []  # In the order in which they began
         self._free_rows = list(range(options.limits.max_num_seqs))
         self._lacking: Sequence | None = None
         self._full: set[Sequence] = set()
-        self._untold: list[Preparing] = []
-        """Of those that have begun and are in no step yet."""
+        self._untold: list[Preparing] = []  # Of those that have begun and are in no step yet
 
     @property
     def figures(self) -> tuple["ScoringQueue", tuple[Figure["ScoringQueue"], ...]]:
@@ -172,7 +167,7 @@ class ScoringQueue(StepWork):
         return bool(self._ready())
 
     def add(self, sequence: Sequence) -> None:
-        """A sequence has come; it awaits its scores only if nothing else tells what is kept."""
+        """It awaits its scores only if nothing else says what is kept."""
         if not sequence.awaits_kept:
             return
         if self._is_cached(sequence):
@@ -192,7 +187,6 @@ class ScoringQueue(StepWork):
         self._scoring_of[sequence] = scoring
 
     def remove(self, sequence: Sequence) -> None:
-        """A prompt that no other sequence waits for is not scored."""
         scoring = self._scoring_of.pop(sequence, None)
         if scoring is not None:
             del scoring.waiters[sequence]
@@ -244,7 +238,7 @@ class ScoringQueue(StepWork):
         return WaitReason.SCORES if sequence.awaits_kept else None
 
     def give_up_pages(self, tenant: Tenant | None = None) -> bool:
-        """Those of the newest scoring, or of the tenant's newest."""
+        """Of the newest scoring."""
         for scoring in reversed(self._begun):
             if tenant is None or scoring.sequence.tenant.name == tenant.name:
                 self._rewind(scoring)
@@ -338,7 +332,6 @@ class ScoringQueue(StepWork):
         assert sorted([*rows, *self._free_rows]) == list(range(most)), "rows are lost or shared"
 
     def _is_cached(self, sequence: Sequence) -> bool:
-        """Whether a sequence's whole prompt is computed, for much of it is in the prefix cache."""
         sparse = sequence.request.sparse_prefill
         if sparse is None or sparse.when != "cold":
             return False
@@ -370,7 +363,7 @@ class ScoringQueue(StepWork):
         return True
 
     def _ready(self) -> list[_Scoring]:
-        """Those of the next step; one of a step that failed is alone."""
+        """One of a step that failed is alone."""
         ready = [each for each in self._begun if each.can_go_on]
         retried = [each for each in self._begun if each.is_retried][:1]
         return [each for each in retried if each.can_go_on] if retried else ready
@@ -398,7 +391,6 @@ class ScoringQueue(StepWork):
         self._charge(scoring, start, count, is_bounded=is_bounded)
 
     def _charge(self, scoring: _Scoring, start: int, count: int, *, is_bounded: bool) -> None:
-        """The tenant of the first that waits pays by time, or by tokens where no time is known."""
         payer = next(iter(scoring.waiters))
         if self.cost is None or not is_bounded:
             self._fair_share.charge_tokens(payer, count)
@@ -407,7 +399,7 @@ class ScoringQueue(StepWork):
             self._fair_share.charge_ms(payer, self.cost.predict_ms(load) - self.cost.fixed_ms)
 
     def _current(self, entry: BatchEntry) -> _Scoring | None:
-        """The scoring of a launched entry, unless it has been given up or has begun again."""
+        """None if it has been given up or has begun again."""
         scoring = self._scoring_of.get(entry.sequence)
         is_current = entry.num_preemptions == entry.sequence.num_preemptions
         return scoring if is_current else None
@@ -444,8 +436,7 @@ class ScoringQueue(StepWork):
             self._rewind(scoring)
 
     def _fail(self, scored: Batch) -> None:
-        """The scorer lost its pages: each prompt is retried once in steps of its own, then given
-        up."""
+        """Each prompt is retried once in steps of its own, then given up."""
         failed = [each for each in map(self._current, scored.entries) if each is not None]
         for scoring in failed:
             if scoring.is_retried:
@@ -467,7 +458,6 @@ class ScoringQueue(StepWork):
 
 
 def _scored_sequence(waiter: Sequence) -> Sequence:
-    """The scorer's own sequence of a waiting one's prompt: greedy, and ended by the same tokens."""
     given = waiter.request
     request = Request(
         prompt_token_ids=given.prompt_token_ids,
@@ -486,7 +476,6 @@ def _scored_sequence(waiter: Sequence) -> Sequence:
 
 
 def _kept_unscored(sequence: Sequence) -> KeptTokens | None:
-    """What is kept of a prompt where no score decides it."""
     sparse = sequence.request.sparse_prefill
     assert sparse is not None
     num_tokens = len(sequence.token_ids)

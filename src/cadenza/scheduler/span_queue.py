@@ -16,8 +16,7 @@ from cadenza.scheduler.step_work import StepDuration, StepPlan, StepWork
 
 @dataclass(slots=True, eq=False)
 class _Held:
-    """The span computed for a sequence: its uncomputed rows, of which work items are launched or
-    planned."""
+    """`rows` are not computed; work items of them are launched or planned."""
 
     sequence: Sequence
     rows: WholeSpan
@@ -29,20 +28,18 @@ class _Held:
 
 
 class SpanQueue(StepWork):
-    """The spans of one scheduler's sequences; `shape` is the runner's."""
+    """`shape` is the runner's."""
 
     def __init__(self, shape: SpanShape, bound: StepBound, page_size: int) -> None:
         self._shape = shape
         self._page_size = page_size
         self.cost = _first_cost(bound.cost, shape)
-        self.num_computed = 0
-        """Spans that steps have computed in work items; never decreases."""
+        self.num_computed = 0  # Spans that steps have computed in work items; never decreases
         self._held: _Held | None = None
         self._plan: StepPlan | None = None
 
     @property
     def holder(self) -> Sequence | None:
-        """The sequence of the span of which some work items are launched, but not all."""
         held = self._held
         return held.sequence if held is not None and held.has_begun else None
 
@@ -64,8 +61,8 @@ class SpanQueue(StepWork):
         return replace(part, has_quanta=True, rest=rest)
 
     def rest_of(self, sequence: Sequence, start: int) -> SpanRest | None:
-        """The rest of the span at `start`, if no other is held or was asked for in this step. A
-        step of one retried sequence displaces the holder."""
+        """None if another is held or was asked for in this step. A step of one retried sequence
+        displaces the holder."""
         span = cut_within(sequence.whole_spans, start + 1)
         if span is None:
             return None

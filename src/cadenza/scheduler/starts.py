@@ -18,16 +18,14 @@ from cadenza.scheduler.turns import Turns
 
 ENDS_STARTS = frozenset({WaitReason.ROW, WaitReason.PAGES, WaitReason.STEP})
 
+# Prompts partially computed at once, unless preemption adds some; tenants under their share have as
+# many more.
 MAX_PARTIAL_PREFILLS = 2
-"""Prompts partially computed at once, unless preemption adds some; tenants under their share have
-as many more."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Starts:
-    """Of one scheduler; `preempt` frees the row and the pages of a running sequence. `counts`: of
-    what prompts found in the prefix cache; None where none are looked up. `started`: requests that
-    have started, for the next step that computes anything."""
+    """`started`: requests that have started, for the next step that computes anything."""
 
     rows: RunningRows
     turns: Turns
@@ -100,7 +98,6 @@ class Starts:
     def _try_start_beside(
         self, sequence: Sequence, shares: PromptShares, budget: StepBudget, *, is_first: bool
     ) -> WaitReason | None:
-        """At most `MAX_PARTIAL_PREFILLS` prompts stay incomplete."""
         if sequence.is_expecting_source:
             return WaitReason.SAMPLE
         for work in self.works:
@@ -129,7 +126,7 @@ class Starts:
         return None
 
     def _start_or_displace(self, sequence: Sequence, prefix: Prefix) -> WaitReason | None:
-        """Starts a waiting sequence, in place of those of tenants above their share if need be."""
+        """In place of sequences of tenants above their share if need be."""
         while not (self.rows.has_free and self._try_start(sequence, prefix)):
             has_row = self.rows.has_free
             preemptable = self.turns.under_share.preemptable_for(

@@ -12,26 +12,24 @@ from cadenza.batch.step_cost import MIN_PROMPT_TOKENS, StepBound, StepCost, Step
 from cadenza.batch.step_schema import NUM_EXTRA_LOGIT_ROWS
 from cadenza.batch.whole_spans import SpanRest, WholeSpan, cut_within, fitting_count
 
-LEAST_SHARE = 1 / 16
-"""Of prompt tokens, for the oldest prompt with prioritised ones; at least one."""
+LEAST_SHARE = 1 / 16  # Of prompt tokens, for the oldest prompt with prioritised ones; at least one.
 
-SHORT_SHARE = 0.5
-"""Of a step's prompt tokens, for the shortest prompt after an older one."""
+SHORT_SHARE = 0.5  # Of a step's prompt tokens, for the shortest prompt after an older one.
 
+# What it may take in place of that where it is then whole; see `PromptBudget`.
 FINISH_SHARE = 1 - LEAST_SHARE
-"""What it may take in place of that where it is then whole; see `PromptBudget`."""
 
+# Of a step's time: prompts that take no more fit in any order, with room for rounding.
 SURE_SHARE = 0.999
-"""Of a step's time: prompts that take no more fit in any order, with room for rounding."""
 
 
+# Masks for drafts of all constrained sequences, and of one; each waits for the last and may take 5
+# ms.
 MAX_STEP_MASKS, MAX_ROW_MASKS = 16, 8
-"""Masks for drafts of all constrained sequences, and of one; each waits for the last and may take 5
-ms."""
 
 
 def num_row_masks(sequences: Iterable[Sequence]) -> int:
-    """How many masks each of a step's constrained sequences may have for its drafts."""
+    """Masks for drafts of each of a step's constrained sequences."""
     num_drafting = sum(
         [each.constraint is not None and each.drafting is not None for each in sequences]
     )
@@ -39,8 +37,7 @@ def num_row_masks(sequences: Iterable[Sequence]) -> int:
 
 
 class StepBudget:
-    """Up to `max_num_tokens` tokens, in the time of `bound`; `num_rows` logit rows for prompts and
-    drafts; `may_finish_short` as in `PromptBudget`; `kept_share` of the time after decodes for
+    """`num_rows` logit rows for prompts and drafts; `kept_share` of the time after decodes for
     encoding and scoring."""
 
     def __init__(
@@ -61,7 +58,7 @@ class StepBudget:
         return not self.num_rows and sequence.needs_prompt_rows
 
     def take_rows(self, sequence: Sequence, count: int) -> int:
-        """Takes the logit rows for the next `count` tokens; returns how many tokens have theirs."""
+        """For the next `count` tokens; returns how many have theirs."""
         progress, start = sequence.prompt_rows, sequence.num_computed_tokens
         if progress is None:
             return count
@@ -94,9 +91,8 @@ class StepBudget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptPart:
-    """`num_left` uncomputed tokens of a prompt from `start`. `has_logits`: each has a row;
-    `is_first`: prioritised. `spans` are not cut; with `has_quanta` one that does not fit is left to
-    work items, of which `rest` may be computed now."""
+    """`num_left` tokens of a prompt from `start`. `spans` are not cut; with `has_quanta` one that
+    does not fit is left to work items, of which `rest` may be computed now."""
 
     start: int
     num_left: int
@@ -117,10 +113,9 @@ class PromptPart:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class PromptBudget:
-    """What a step may still compute of prompts: tokens and, with a bound, milliseconds,
-    `num_granted` tokens in any case. `may_finish_short`: the shortest prompt may take more than
-    half if that completes it; not again before the oldest had a step without a shorter one, so that
-    it keeps half of the time."""
+    """Tokens and milliseconds left for prompts, `num_granted` tokens in any case.
+    `may_finish_short`: the shortest prompt may take more than half if that completes it; not again
+    before the oldest had a step without a shorter one, so that it keeps half of the time."""
 
     num_tokens: int
     left_ms: float = inf
@@ -149,8 +144,8 @@ class PromptBudget:
         return count
 
     def take_quanta(self, rest: SpanRest, share: float) -> int:
-        """Takes work items that fit `share` of the time; where tokens are granted at least one or,
-        with no time left, as many as these tokens are worth. Returns how many."""
+        """Those that fit `share` of the time; where tokens are granted at least one or, with no
+        time left, as many as these are worth."""
         granted = int(self.num_granted * share)
         count = rest.num_within(self.left_ms * share)
         if not count and granted and rest.num_left:
@@ -160,7 +155,7 @@ class PromptBudget:
         return count
 
     def time_ms(self, part: PromptPart, count: int) -> float:
-        """What `count` tokens of `part` add to a step; 0 where time is not bounded."""
+        """0 where time is not bounded."""
         if self.cost is None:
             return 0.0
         load = StepLoad().plus(part.start, count, count if part.has_logits else 0)
@@ -168,10 +163,9 @@ class PromptBudget:
 
 
 class PromptShares:
-    """What each prompt takes of `budget`, oldest first. Prioritised ones take all they can but for
-    a part that keeps the oldest other going. In each group the shortest gets up to half (more, if
-    the budget says so), the oldest the rest, and what is left goes to the others in order. Adding a
-    prompt takes constant time while all fit."""
+    """Oldest first; prioritised ones take all they can but for a part that keeps the oldest other
+    going. In each group the shortest gets up to half, the oldest the rest, and what is left goes to
+    the others. Adding a prompt takes constant time while all fit."""
 
     def __init__(self, budget: PromptBudget, parts: Iterable[PromptPart] = ()) -> None:
         self._budget = budget
@@ -202,7 +196,7 @@ class PromptShares:
 
     @property
     def left_ms(self) -> float:
-        """What is left of the time; negative if the grant took more than there was."""
+        """Negative if the grant took more than there was."""
         return self._share().left.left_ms
 
     @property
@@ -213,7 +207,6 @@ class PromptShares:
         return True
 
     def add(self, part: PromptPart) -> int:
-        """The tokens, or work items, of one more prompt, after those given so far."""
         self._append(part)
         if self._all_fit:
             return part.num_left
@@ -221,7 +214,7 @@ class PromptShares:
         return shared.counts[-1] or shared.quanta[-1]
 
     def num_cut(self, *, are_first: bool) -> int:
-        """Prompts of which the step computes a part only; `are_first`: of those that are first."""
+        """Prompts computed in part; `are_first`: of those that are first."""
         if self._all_fit:
             return 0
         pairs = zip(self._parts, self._share().counts, strict=True)
@@ -249,8 +242,8 @@ class PromptShares:
 
 
 class _Shared:
-    """Shares of all prompts, and the budget `left` after them. `has_shorter`: than the oldest not
-    prioritised; `has_finished_short`: that one had more than half, and is whole."""
+    """`has_shorter`: than the oldest not prioritised; `has_finished_short`: that one had more than
+    half, and is whole."""
 
     def __init__(self, budget: PromptBudget, parts: list[PromptPart], *, all_fit: bool) -> None:
         self.left = budget

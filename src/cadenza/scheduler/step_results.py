@@ -39,8 +39,7 @@ NO_DRAFT = DraftOutcome(is_draft=False, num_rejected=0)
 
 
 class StepChoices(NamedTuple):
-    """A step's output, its common columns as lists; `hidden_places` are the indices in
-    `StepOutput.hidden` by logit row."""
+    """`hidden_places`: indices in `StepOutput.hidden` by logit row."""
 
     output: StepOutput
     token_ids: list[int]
@@ -59,12 +58,12 @@ class StepChoices(NamedTuple):
         )
 
     def hidden(self, indices: range) -> npt.NDArray[np.float32]:
-        """The hidden states [N, E] of consecutive logit rows of one pooled sequence."""
+        """[N, E] of consecutive logit rows of one pooled sequence."""
         first = self.hidden_places[indices.start]
         return self.output.hidden[first : first + len(indices)]
 
     def logprobs(self, index: int, count: int) -> TokenLogprobs:
-        """Log probabilities of a logit row, with those of its `count` likeliest tokens."""
+        """With those of the row's `count` likeliest tokens."""
         output = self.output
         return TokenLogprobs(
             logprob=float(output.logprobs[index]),
@@ -75,8 +74,7 @@ class StepChoices(NamedTuple):
 
 
 class StepResults:
-    """Applies steps in launch order; `end` gives back a row and pages; `placeholder` is never
-    generated."""
+    """`end` gives back a row and pages; `placeholder` is never generated."""
 
     def __init__(
         self,
@@ -89,7 +87,6 @@ class StepResults:
         self._placeholder = placeholder
 
     def apply(self, batch: Batch, output: StepOutput) -> list[Event]:
-        """Applies a step; `output` has one entry per logit row of the batch."""
         events: list[Event] = []
         choices = StepChoices.of(output, batch.hidden_rows)
         if batch.num_prompt_rows:
@@ -111,7 +108,6 @@ class StepResults:
         events: list[Event],
         outcome: DraftOutcome = NO_DRAFT,
     ) -> None:
-        """Takes the token of a logit row, or ends its sequence; nothing if it has ended."""
         sequence = entry.sequence
         if sequence.status is SequenceStatus.FINISHED:
             return
@@ -135,7 +131,7 @@ class StepResults:
     def _verify_drafts(
         self, entry: BatchEntry, choices: StepChoices, first: int, events: list[Event]
     ) -> None:
-        """Takes tokens while drafts match, and one more; later logit rows are ignored."""
+        """Tokens while drafts match, and one more; later logit rows are ignored."""
         sequence, num_accepted = entry.sequence, 0
         for index, draft in enumerate(entry.drafts, first):
             is_draft = choices.token_ids[index] == draft
@@ -178,7 +174,6 @@ class StepResults:
             self._take_forced(sequence, events)
 
     def _take_forced(self, sequence: Sequence, events: list[Event]) -> None:
-        """Takes tokens that are the only ones their masks allow, without sampling."""
         if sequence.constraint is None or sequence.is_finished or not may_be_forced(sequence):
             return
         for token_id in sequence.constraint.forced()[:MAX_FORCED_TOKENS]:
@@ -219,8 +214,7 @@ class StepResults:
         return events
 
     def _end_prompt(self, entry: BatchEntry, choices: StepChoices, index: int) -> Finished:
-        """Ends a sequence with `max_tokens` 0; the step is needed: pages are published only if
-        logits are finite."""
+        """With `max_tokens` 0; pages are published only if logits are finite."""
         sequence, pool = entry.sequence, entry.sequence.pool
         sequence.num_pending_tokens -= 1
         if pool is not None:
@@ -233,8 +227,6 @@ class StepResults:
         return finished_event(sequence, "length" if pool is None else "stop")
 
     def _take_prompt_rows(self, batch: Batch, choices: StepChoices, events: list[Event]) -> None:
-        """Folds pooled hidden states; adds an event for each entry with unreported prompt
-        logprobs."""
         output, stop = choices.output, 0
         for entry in batch.entries:
             indices = range(stop, stop + len(entry.prompt_rows))
@@ -276,7 +268,7 @@ def finished_event(
     error: str | None = None,
     kind: ErrorKind | None = None,
 ) -> Finished:
-    """The end of a sequence; `stop_token_id` is a token that its request named."""
+    """`stop_token_id`: a token that its request named."""
     return Finished(
         request_id=sequence.request_id,
         finish_reason=reason,

@@ -19,7 +19,7 @@ from cadenza.tenant import Tenant
 
 
 class PromptQuanta(NamedTuple):
-    """The next work items of a sequence, which a step computes in place of its tokens."""
+    """Work items of a sequence, which a step computes in place of its tokens."""
 
     sequence: Sequence
     num_quanta: int
@@ -27,10 +27,8 @@ class PromptQuanta(NamedTuple):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class StepPlan:
-    """The step that is being planned. `turns`: who computes in it and who may start. `bound`: of
-    its time; None without one. `kept_share`: of the time that decodes leave, what prompts leave to
-    works. `passed`: the retried sequence, if the step is not that one's own. `has_tokens`: False:
-    it is a work's alone. `work items`: those of a prompt that are computed in it."""
+    """`kept_share`: of the time that decodes leave, what prompts leave to works. `passed`: the
+    retried sequence, if the step is not its own. `has_tokens`: else the step is a work's alone."""
 
     turns: StepTurns
     running: Collection[Sequence]
@@ -48,7 +46,6 @@ class StepPlan:
         return None if self.passed is not None else self.turns.retried
 
     def keep_share(self) -> None:
-        """A work computes something alongside the step's prompts."""
         self.kept_share = SHORT_SHARE
 
     def left_ms(self, batch: Batch) -> float | None:
@@ -59,9 +56,8 @@ class StepPlan:
 
 
 class StepDuration(NamedTuple):
-    """How long a step took. `idle_ms`: how long the device waited before, if the step waited for
-    the newest tokens. `cost`: what was known of the cost of its tokens. `others_ms`: what all in it
-    but the work that is told was to take; None if not known."""
+    """`idle_ms`: for which the device waited before. `cost`: of its tokens, as known then.
+    `others_ms`: predicted for all but the work asked."""
 
     measured_ms: float
     idle_ms: float | None
@@ -89,19 +85,19 @@ class StepWork(Protocol):
         """A sequence has ended."""
 
     def leave_row(self, sequence: Sequence) -> None:
-        """A sequence loses its row and its pages."""
+        """It loses its row and pages."""
 
     def restart(self) -> None:
-        """The device has lost what it held."""
+        """The device lost what it held."""
 
     def check_invariants(self, sequences: SequenceOf[Sequence]) -> None:
-        """Raises AssertionError if its state does not fit all sequences."""
+        """Raises AssertionError."""
 
     def must_follow(
         self, running: SequenceOf[Sequence], number: int, cost: StepCost | None
     ) -> bool:
-        """Whether the step of this number is to be planned only after the newest tokens. Asked once
-        for a step, until a work says so."""
+        """Whether step `number` is planned only after the newest tokens; asked once, until a work
+        says so."""
         return False
 
     def begin(self, plan: StepPlan) -> None:
@@ -140,8 +136,8 @@ class StepWork(Protocol):
         """Adds drafts to the entries of the step of this number, with up to `num_rows` logits."""
 
     def launch(self, plan: StepPlan, batch: Batch) -> int:
-        """Adds the plan's work items, if they are its own; returns how many tokens are computed
-        with the last of them."""
+        """Adds the plan's work items, if its own; returns how many tokens the last of them
+        completes."""
         return 0
 
     def fill(self, plan: StepPlan, batch: Batch) -> None:
@@ -162,8 +158,8 @@ class StepWork(Protocol):
 
 
 class StepTimes:
-    """What steps take, within `bound` or at the known `cost`. A step corrects only the costs of
-    what it consists of: works', drafts' or tokens'."""
+    """Within `bound` or at the known `cost`. A step corrects only the costs of what it consists
+    of."""
 
     def __init__(
         self, bound: StepBound | None, cost: StepCost | None, works: SequenceOf[StepWork]

@@ -1,9 +1,6 @@
-"""`Turns`: who goes next, and who makes room for whom.
-
-Owns the queue of waiting sequences. Invariants: `StepTurns` alone says who computes in a step and
-who may start in it, for tokens, images, spans and scores alike; with every policy a sequence comes
-first of its tenant's after a bounded wait, whatever arrives after it.
-"""
+"""`Turns`: who goes next, and who makes room for whom; the queue of waiting sequences. Invariants:
+`StepTurns` alone says who computes and who may start in a step, whatever they need; with every
+policy a sequence comes first of its tenant's after a bounded wait."""
 
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
@@ -16,18 +13,16 @@ from cadenza.config import Batching, EngineLimits, SchedulingPolicy
 from cadenza.kv.kv_cache_manager import KVCacheManager
 from cadenza.scheduler.fair_share import FairShare, UnderShareTenants
 
+# A sequence that was preempted as often is preempted only if all others were, too.
 MAX_PREEMPTIONS = 8
-"""A sequence that was preempted as often is preempted only if all others were, too."""
 
 STARVATION_GUARD_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    """The waiting sequences in the order of arrival, but those that ran come first.
-
-    `num_uncached` counts the tokens of one that have to be computed.
-    """
+    """In the order of arrival, but those that ran come first. `num_uncached`: tokens of one that
+    have to be computed."""
 
     waiting: SequenceOf[Sequence]
     now_s: float
@@ -35,19 +30,17 @@ class Queue:
 
 
 class TurnPolicy(Protocol):
-    """In which order waiting sequences of a tenant start, and which running one is preempted."""
+    """Order of a tenant's starts, and which running sequence is preempted."""
 
     @property
     def priority_s(self) -> float:
         """Seconds of waiting that a priority smaller by 1 counts like; 0.0: it reads none."""
         ...
 
-    def order(self, queue: Queue) -> list[Sequence]:
-        """Waiting sequences in the order in which they start."""
-        ...
+    def order(self, queue: Queue) -> list[Sequence]: ...
 
     def victim(self, running: SequenceOf[Sequence]) -> Sequence:
-        """The one to preempt; `running` is in the order of starting."""
+        """`running` is in the order of starting."""
         ...
 
 
@@ -68,10 +61,7 @@ class FirstComeFirstServed:
 
 @dataclass(frozen=True, slots=True)
 class ShortestFirst:
-    """Those with the fewest uncached tokens first; the newest is preempted.
-
-    One that has waited for `starvation_guard_s` counts as the shortest.
-    """
+    """Fewest uncached tokens first; one that has waited for `starvation_guard_s` is first."""
 
     starvation_guard_s: float = STARVATION_GUARD_S
 
@@ -93,11 +83,8 @@ class ShortestFirst:
 
 @dataclass(frozen=True, slots=True)
 class SmallestPriorityFirst:
-    """Those with the smallest priority first, and the last in this order is preempted: of one
-    request's samples the one with the fewest tokens to compute again.
-
-    Each `starvation_guard_s` of waiting counts like a priority smaller by 1.
-    """
+    """Each `starvation_guard_s` of waiting counts like a priority smaller by 1; the last in this
+    order is preempted, of one request's samples the one with the fewest tokens to compute again."""
 
     starvation_guard_s: float = STARVATION_GUARD_S
 
@@ -112,28 +99,24 @@ class SmallestPriorityFirst:
         return max(running, key=lambda each: (self._aged(each), -each.num_computed_tokens))
 
     def _aged(self, sequence: Sequence) -> float:
-        """Orders sequences by priority and waiting time. Waiting counts alike for all, so that the
-        order of two sequences never changes."""
+        """Waiting counts alike for all, so that the order of two sequences never changes."""
         return sequence.arrived_s + sequence.request.priority * self.priority_s
 
 
 FCFS = FirstComeFirstServed()
 
+# By their names, each made from its starvation guard in seconds
 POLICIES: dict[SchedulingPolicy, Callable[[float], TurnPolicy]] = {
     "fcfs": lambda _: FCFS,
     "shortest_first": ShortestFirst,
     "priority": SmallestPriorityFirst,
 }
-"""By their names, each made from its starvation guard in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """The running sequences that compute in a step, and the waiting ones that may start, in order.
-
-    `joins`: the waiting ones start beside the running ones, as long as the budget of the step
-    lasts. Otherwise as many start as there are rows and pages for.
-    """
+    """Running sequences that compute, and waiting ones that may start. `joins`: these start beside
+    the running ones, as long as the budget lasts; else as many as there are rows and pages for."""
 
     running: SequenceOf[Sequence]
     waiting: Iterable[Sequence] = ()
@@ -141,8 +124,7 @@ class Turn:
 
     @staticmethod
     def split(running: Iterable[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
-        """Of running ones those with one token to compute, or with forced ones behind it, and those
-        with several, in their order."""
+        """Those with one token to compute, or forced ones after it, and those with several."""
         decodes: list[Sequence] = []
         prompts: list[Sequence] = []
         for sequence in running:
@@ -160,7 +142,7 @@ IsBeingRead = Callable[[Sequence], bool]
 def continuous_turn(
     running: SequenceOf[Sequence], ordered: Iterable[Sequence], is_being_read: IsBeingRead
 ) -> Turn:
-    """Waiting sequences start at any time, unless their pages are being read from a store."""
+    """Waiting sequences start at any time, unless their pages are being read."""
     ready = (each for each in ordered if not is_being_read(each))
     return Turn(running, _startable(ready), joins=True)
 
@@ -168,8 +150,8 @@ def continuous_turn(
 def static_turn(
     running: SequenceOf[Sequence], ordered: Iterable[Sequence], is_being_read: IsBeingRead
 ) -> Turn:
-    """Waiting sequences start together when all that ran have ended; later only samples start whose
-    request is running, when its prompt has been computed."""
+    """Waiting sequences start when all that ran have ended; later only samples of a running request
+    whose prompt is computed."""
 
     def batch() -> Iterator[Sequence]:
         is_new, waiting = not running, list(ordered)
@@ -190,7 +172,7 @@ TURNS: dict[Batching, Callable[[SequenceOf[Sequence], Iterable[Sequence], IsBein
 
 
 def _startable(ordered: Iterable[Sequence]) -> Iterator[Sequence]:
-    """Those before the first whose newest token is not read."""
+    """Before the first whose newest token is not read."""
     for sequence in ordered:
         if sequence.num_pending_tokens:
             return
@@ -199,28 +181,19 @@ def _startable(ordered: Iterable[Sequence]) -> Iterator[Sequence]:
 
 @dataclass(frozen=True, slots=True)
 class StepTurns:
-    """Who computes in one step, and who may start in it.
+    """Who computes in one step, and who may start in it. Sequences of a failed step are retried one
+    at a time, and no other starts while one of them waits."""
 
-    The sequences of a failed step are retried one at a time, and no other one starts while one of
-    them waits: what runs ends, so that each of them gets its pages.
-
-    Args:
-        retried: the one that is to be computed next, alone. None if no step has failed, or if steps
-            in flight or a sample's prompt have to be read before.
-        startable: gives waiting sequences that could start if there was room, in their order.
-        ordinary: the turn of all others.
-    """
-
+    # the one that is to be computed next, alone. None if no step has failed, or if steps in flight
+    # or a sample's prompt have to be read before.
     retried: Sequence | None
+    # gives waiting sequences that could start if there was room, in their order
     startable: Callable[[], Iterable[Sequence]]
-    ordinary: Turn
+    ordinary: Turn  # the turn of all others
 
     def turns(self, passed: Sequence | None = None) -> Iterator[Turn]:
-        """The turns to try, in order: the first in which something is computed is the step.
-
-        That of `retried` is the only one, unless others must end before it can start, or it is
-        `passed`.
-        """
+        """The first in which something is computed is the step: that of `retried` alone, unless
+        others must end before it can start, or it is `passed`."""
         retried = self.retried
         if retried is not None and retried is not passed:
             if retried.row is not None:
@@ -242,10 +215,10 @@ class Turns:
         batching: Batching = "continuous",
     ) -> None:
         self.waiting = SequenceList()
+        # Those with a reason to wait, since the newest step was planned
         self._held_back: list[Sequence] = []
-        """Those with a reason to wait, since the newest step was planned."""
+        # Those of failed steps; some may have sampled or ended since
         self._retried: list[Sequence] = []
-        """Those of failed steps; some may have sampled or ended since."""
         self.fair_share = fair_share
         self.under_share = UnderShareTenants(limits)
         self._kv_cache = kv_cache
@@ -258,39 +231,35 @@ class Turns:
         self.under_share.open(sequence.tenant)
 
     def put_back(self, sequence: Sequence) -> None:
-        """A running sequence waits again, before all others."""
+        """Before all others."""
         self.waiting.appendleft(sequence)
         self.fair_share.join(sequence.tenant)
 
     def leave(self, sequence: Sequence) -> None:
-        """A waiting sequence starts or ends."""
         self.waiting.remove(sequence)
         sequence.wait_reason = None
         self.fair_share.leave(sequence.tenant)
 
     def hold_back(self, sequence: Sequence, reason: WaitReason) -> None:
-        """A waiting sequence does not start in the step that is being planned."""
         sequence.wait_reason = reason
         self._held_back.append(sequence)
 
     @property
     def is_retrying(self) -> bool:
-        """Whether no other sequence starts while those of a failed step wait."""
         return any(each.row is None for each in self._retried)
 
     def may_start(self, *, has_row: bool) -> bool:
-        """Whether a waiting sequence could start, in a free row or in place of a running one."""
+        """In a free row or in place of a running one."""
         return bool(self.waiting) and (
             has_row or self.under_share.has_any(self.fair_share.waiting_names)
         )
 
     def retry(self, sequence: Sequence) -> None:
-        """A step with the sequence has failed: until it has sampled, its steps are its own."""
+        """Until it has sampled, its steps are its own."""
         sequence.is_retried = True
         self._retried.append(sequence)
 
     def of_step(self, running: SequenceOf[Sequence], now_s: float) -> StepTurns:
-        """Who computes in the next step, and who may start in it."""
         if self._retried:
             self._retried = [each for each in self._retried if _is_to_be_retried(each)]
         for sequence in self._held_back:
@@ -310,7 +279,7 @@ class Turns:
         return StepTurns(self._next_retried(), startable, ordinary)
 
     def _next_retried(self) -> Sequence | None:
-        """One that runs, or else the first that waits and can be computed."""
+        """One that runs, or else the first that can be computed."""
         if not self._retried:
             return None
         for sequence in self._retried:
@@ -323,15 +292,15 @@ class Turns:
         return None
 
     def _ordered(self, now_s: float) -> Iterator[Sequence]:
-        """Waiting sequences in the order in which they start; none while one of them is to be
-        retried. Nothing is sorted before the first is asked for."""
+        """None while one of them is to be retried. Nothing is sorted before the first is asked
+        for."""
         if self.is_retrying:
             return
         queue = Queue(self.waiting, now_s, self._kv_cache.num_uncached_tokens)
         yield from self.fair_share.in_turns(self._policy.order(queue))
 
     def victim(self, running: SequenceOf[Sequence]) -> Sequence:
-        """The running sequence to preempt, of a tenant that has had the most service."""
+        """Of a tenant that has had the most service."""
         counter_of = self.fair_share.counter_of
         candidates = [each for each in running if each.num_preemptions < MAX_PREEMPTIONS]
         candidates = candidates or list(running)
@@ -339,7 +308,6 @@ class Turns:
         return self._policy.victim([each for each in candidates if counter_of(each) == largest])
 
     def check_invariants(self, running: SequenceOf[Sequence]) -> None:
-        """Raises AssertionError if tenants' sequences are counted wrongly."""
         self.fair_share.check_invariants(self.waiting)
         self.under_share.check_invariants([*self.waiting, *running])
         retried = {each for each in (*self.waiting, *running) if each.is_retried}

@@ -58,8 +58,8 @@ class OnPhase(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Serving:
-    """A warm core, its identity, the fingerprint of its answers, and the number of programs
-    compiled since warm-up; `held` is kept as long as the process serves."""
+    """A warm core, the digest of what decides its bits, and the number of programs compiled since
+    warm-up; `held` is kept as long as the process serves."""
 
     core: EngineCore
     identity: str = ""
@@ -76,7 +76,7 @@ class FrontEndGone(Exception):
 
 
 class SocketLink:
-    """The engine's end of the socket pair. Sending blocks while the socket is full."""
+    """Sending blocks while the socket is full. All but `close` raise FrontEndGone."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -86,7 +86,6 @@ class SocketLink:
         self._poll.register(connection, select.POLLIN)
 
     def receive(self, timeout_s: float) -> list[ToEngine] | None:
-        """As `FrontLink`. Raises FrontEndGone."""
         if timeout_s and not self._messages:
             self._poll.poll(timeout_s * 1000)
         self._read()
@@ -95,14 +94,13 @@ class SocketLink:
         return None if Stop in map(type, messages) else messages
 
     def receive_one(self) -> ToEngine:
-        """Waits for the next message, without a limit. Raises FrontEndGone."""
+        """Waits without a limit."""
         while not self._messages:
             self._poll.poll()
             self._read()
         return self._messages.popleft()
 
     def send(self, message: FromEngine) -> None:
-        """Raises FrontEndGone."""
         try:
             self._connection.sendall(encode(message))
         except OSError as error:
@@ -122,8 +120,6 @@ class SocketLink:
 
 @dataclass(slots=True, eq=False)
 class _Startup:
-    """Sends `Loading` as each phase begins, and measures the phases."""
-
     link: SocketLink
     clock: Callable[[], float]
     seconds: dict[str, float] = field(default_factory=dict[str, float])
@@ -146,7 +142,7 @@ def run_child(
     arguments: list[str], load: Load, load_libraries: Callable[[], None] | None = None
 ) -> None:
     """Serves one front end and exits. `arguments`: socket, lifeline, the front end's process id.
-    `load_libraries` is called at once, perhaps before the front end can say what to load."""
+    `load_libraries` may run before the front end can say what to load."""
     connection_fd, lifeline_fd, parent_pid = map(int, arguments)
     _follow_front_end(lifeline_fd, parent_pid)
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -225,9 +221,8 @@ def _log_to_stderr(level: int) -> None:
 
 
 def _follow_front_end(lifeline_fd: int, parent_pid: int) -> None:
-    """Makes this process exit with the front end: a thread sees the lifeline close even while
-    native code computes; on Linux the kernel's signal arrives even while native code holds the
-    GIL."""
+    """A thread sees the lifeline close even while native code computes; on Linux the kernel's
+    signal arrives even while native code holds the GIL."""
 
     def watch() -> None:
         os.read(lifeline_fd, 1)

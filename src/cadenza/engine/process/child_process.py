@@ -13,9 +13,9 @@ from cadenza.engine.process.launch import COMMAND, Execute, Launched, execute, l
 from cadenza.engine.process.messages import LogLines
 from cadenza.engine.process.supervision import ProcessUsage, usage_of
 
+# Reads of the pipe after the exit. One empties it; more are needed while the process's own children
+# still print.
 _LAST_READS = 16
-"""Reads of the pipe after the exit. One empties it; more are needed while the process's own
-children still print."""
 
 
 class ChildProcess:
@@ -41,8 +41,8 @@ class ChildProcess:
         return self._process.pid
 
     def register(self, selector: selectors.BaseSelector) -> None:
-        """Makes `selector` wait for messages, for output, and for room to write what is unsent; to
-        be called again before each wait. The data of the keys are "messages" and "output"."""
+        """For messages ("messages"), output ("output"), and room to write; called again before each
+        wait."""
         events = selectors.EVENT_READ | (
             selectors.EVENT_WRITE if self.frames.num_unsent_bytes else 0
         )
@@ -62,12 +62,12 @@ class ChildProcess:
             self._watched_events = 0
 
     def usage(self) -> ProcessUsage | None:
-        """What it has used; None where that cannot be seen."""
+        """None where that cannot be seen."""
         return usage_of(self.pid)
 
     def log_output(self) -> bool:
-        """Logs some of what the process has printed; False if there was none. One read only, since
-        a process that prints without end must not occupy the front end."""
+        """False if there was none. One read only: a process that prints without end must not occupy
+        the front end."""
         try:
             received = os.read(self._output, RECEIVE_BYTES)
         except BlockingIOError:
@@ -78,8 +78,7 @@ class ChildProcess:
         return bool(received)
 
     def close(self, *, within_s: float) -> int:
-        """Waits up to `within_s` for it to exit, then kills it; returns its exit status, below zero
-        the negative number of the signal that ended it."""
+        """Waits up to `within_s` for its exit, then kills it; returns its exit status."""
         try:
             code = self._process.wait(within_s)
         except subprocess.TimeoutExpired:

@@ -11,7 +11,7 @@ RECEIVE_BYTES = 1 << 18
 
 
 class FrameSocket:
-    """Over `connection`, which is closed by `close`. `has_hung_up`: the other side has closed."""
+    """Closes `connection`. `has_hung_up`: the other side has closed."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
@@ -25,7 +25,7 @@ class FrameSocket:
         return self._socket.fileno()
 
     def send(self, frame: bytes) -> None:
-        """Sends as much as the socket takes now; `flush` sends the rest."""
+        """As much as the socket takes now; `flush` sends the rest."""
         self._unsent.append(memoryview(frame))
         self.num_unsent_bytes += len(frame)
         self.flush()
@@ -47,12 +47,10 @@ class FrameSocket:
                 self._unsent.popleft()
 
     def receive(self) -> Iterator[FromEngine]:
-        """The messages that have arrived, as `payloads`, from an engine."""
         return map(decode_from_engine, self.payloads())
 
     def payloads(self) -> Iterator[bytes]:
-        """The frames that have arrived, without their lengths. Sets `has_hung_up` at end of file.
-        Raises WireError."""
+        """Received frames without their lengths. Raises WireError."""
         try:
             received = self._socket.recv(RECEIVE_BYTES)
         except BlockingIOError:

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 COMMAND = (sys.executable, "-P", "-X", "faulthandler", "-m", "cadenza.loading.engine_program")
+# Environment of the engine, unless it is set: large allocations may have huge pages, so that a KV
+# pool takes a page fault for each 2 MiB that are written. Only glibc reads it.
 LARGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-"""Environment of the engine, unless it is set: large allocations may have huge pages, so that a KV
-pool takes a page fault for each 2 MiB that are written. Only glibc reads it."""
 
 
 class Program(Protocol):
@@ -32,7 +32,7 @@ class Program(Protocol):
 
 
 def execute(arguments: Sequence[str], fds: Sequence[int], output: int) -> Program:
-    """Starts a process that inherits `fds` and prints to `output`. Raises OSError."""
+    """It inherits `fds` and prints to `output`. Raises OSError."""
     return subprocess.Popen(  # noqa: S603 - this interpreter, our own module
         arguments,
         env={**LARGE_PAGES, **os.environ},
@@ -49,8 +49,7 @@ Execute = Callable[[Sequence[str], Sequence[int], int], Program]
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """A running engine process and the front end's descriptors: the socket of messages, the pipe
-    whose end it sees when the front end exits, and the pipe of what it prints."""
+    """Sees the front end's exit by its end of `lifeline`."""
 
     program: Program
     connection: socket.socket
@@ -64,8 +63,8 @@ class Launched:
 
 
 def launch(command: Sequence[str], execute: Execute = execute) -> Launched:
-    """Starts `command`, with the numbers of its descriptors and this process's id as arguments.
-    Raises OSError where it cannot be started; then everything that was opened is closed."""
+    """With the numbers of its descriptors and this process's id as arguments. Raises OSError; then
+    everything that was opened is closed."""
     with ExitStack() as theirs, ExitStack() as ours:
         connection, their_connection = socket.socketpair()
         theirs.callback(their_connection.close)
@@ -84,7 +83,7 @@ def launch(command: Sequence[str], execute: Execute = execute) -> Launched:
 
 
 def raise_descriptor_limit() -> None:
-    """Raises the soft limit of open files to the hard one, for this process and its children."""
+    """To the hard one, for this process and its children."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     # Some systems report a hard limit that they refuse to set.
     with suppress(OSError, ValueError):
@@ -92,9 +91,8 @@ def raise_descriptor_limit() -> None:
 
 
 class FirstLaunch:
-    """An engine process that is launched before its front end is ready for it, so that both load
-    their libraries at the same time. `close` ends it if it was not taken. A failure is left to the
-    front end's own launch to report."""
+    """Launched before its front end is ready for it, so that both load their libraries at once. A
+    failure is left to the front end's own launch to report."""
 
     def __init__(self, command: Sequence[str] = COMMAND, execute: Execute = execute) -> None:
         try:
@@ -103,7 +101,7 @@ class FirstLaunch:
             self._launched = None
 
     def take(self) -> Launched | None:
-        """The process, once."""
+        """Once."""
         launched, self._launched = self._launched, None
         return launched
 

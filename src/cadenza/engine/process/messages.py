@@ -26,8 +26,8 @@ _LENGTH = struct.Struct("<I")
 
 LOG_MARK = "\x1e"
 MAX_LOG_LINE_BYTES = 1 << 16
+# The logger of lines that are no log record: a library's warning, a crash's last output.
 OUTPUT_LOGGER = "cadenza.engine.process.output"
-"""The logger of lines that are no log record: a library's warning, a crash's last output."""
 
 
 class WireError(CadenzaError):
@@ -35,27 +35,20 @@ class WireError(CadenzaError):
 
 
 class Start(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The first message: what to load. Log records below `log_level` are not sent.
-
-    Args:
-        is_restart: `config` has the sizes that an earlier process planned.
-        front_end_bytes: private memory of the front end's process; 0 if unknown.
-        bodies_bytes: of all bodies that it reads at the same time, at most.
-        share_bytes: of the machine's memory, that this engine may take beside others of the same
-            front end; None: all that is available.
-        num_engines: of that front end, at the same time, which share a GPU's memory equally.
-        prefix_secret: keys pages, unless a folder of pages has a secret of its own; the engine then
-            reports what it holds. None: it is the only one, and need not.
-    """
+    """The first message: what to load."""
 
     model: str | None
     config: EngineConfig
     log_level: int
-    is_restart: bool = False
-    front_end_bytes: int = 0
-    bodies_bytes: int = 0
+    is_restart: bool = False  # `config` has the sizes that an earlier process planned
+    front_end_bytes: int = 0  # private memory of the front end's process; 0 if unknown
+    bodies_bytes: int = 0  # of all bodies that it reads at the same time, at most
+    # of the machine's memory, that this engine may take beside others of the same front end; None:
+    # all that is available
     share_bytes: int | None = None
-    num_engines: int = 1
+    num_engines: int = 1  # of that front end, at the same time, which share a GPU's memory equally
+    # keys pages, unless a folder of pages has a secret of its own; the engine then reports what it
+    # holds. None: it is the only one, and need not.
     prefix_secret: bytes | None = None
 
 
@@ -70,8 +63,8 @@ class Loading(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The engine serves. `startup_s` has the seconds of each phase; streams go on in an engine with
-    an equal `identity`, a digest of all that decides their bits."""
+    """Streams go on in an engine with an equal `identity`, a digest of all that decides their
+    bits."""
 
     request_check: RequestCheck
     identity: str
@@ -82,8 +75,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The engine cannot start or continue; it exits. `kind` is the exception's class.
-    `is_shortage`: it lacked file descriptors, so that a later start may succeed."""
+    """`kind`: the exception's class. `is_shortage`: it lacked descriptors, so that a later start
+    may succeed."""
 
     kind: str
     message: str
@@ -91,24 +84,15 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 class EngineOutputs(msgspec.Struct, frozen=True, tag=True, kw_only=True, omit_defaults=True):
-    """A step's events, and the step loop's heartbeat.
+    """A step's events, and the step loop's heartbeat."""
 
-    Args:
-        num_steps: scheduled so far.
-        is_idle: no request is open.
-        predicted_s: the forecast of the next step's time.
-        stats: in some of them only.
-        summary: likewise, while somebody watches.
-        route: likewise, where the engine is one of several.
-    """
-
-    num_steps: int
-    is_idle: bool
-    predicted_s: float
+    num_steps: int  # scheduled so far
+    is_idle: bool  # no request is open
+    predicted_s: float  # the forecast of the next step's time
     events: tuple[Report, ...] = ()
-    stats: EngineStats | None = None
-    summary: StepSummary | None = None
-    route: RouteReport | None = None
+    stats: EngineStats | None = None  # in some of them only
+    summary: StepSummary | None = None  # likewise, while somebody watches
+    route: RouteReport | None = None  # likewise, where the engine is one of several
 
 
 ToEngine = Start | Submit | Resume | Cancel | Watch | Stop
@@ -152,7 +136,7 @@ class FrameBuffer:
         self._max_bytes = max_bytes
 
     def feed(self, received: bytes) -> Iterator[bytes]:
-        """The payloads that are complete now. Raises WireError at a length above the cap."""
+        """Raises WireError at a length above the cap."""
         self._bytes += received
         start = 0
         try:
@@ -179,13 +163,13 @@ class LineFormatter(logging.Formatter):
 
 
 class LogLines:
-    """Cuts bytes of the pipe into (level, logger, message)."""
+    """Bytes of the pipe as (level, logger, message)."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def feed(self, received: bytes) -> Iterator[tuple[int, str, str]]:
-        """The lines that are complete now; a line above the cap is cut."""
+        """A line above the cap is cut."""
         *lines, self._rest = (self._rest + received).split(b"\n")
         if len(self._rest) > MAX_LOG_LINE_BYTES:
             lines, self._rest = [*lines, self._rest], b""
@@ -193,7 +177,7 @@ class LogLines:
             yield from _record_of(line)
 
     def flush(self) -> Iterator[tuple[int, str, str]]:
-        """The last line, which came without a newline."""
+        """The last line came without a newline."""
         rest, self._rest = self._rest, b""
         yield from _record_of(rest)
 

@@ -13,7 +13,7 @@ from cadenza.engine.step_watch import Watch
 
 
 class Wakeup:
-    """Wakes a selector from any thread."""
+    """Of a selector, from any thread."""
 
     def __init__(self) -> None:
         self.reader, self._writer = os.pipe()
@@ -38,7 +38,7 @@ class Wakeup:
 
 
 class Outbox:
-    """Frames for the process, in their order; `lock` is its owner's."""
+    """Frames in their order; `lock` is its owner's."""
 
     def __init__(self, lock: threading.Lock) -> None:
         self._lock = lock
@@ -55,7 +55,7 @@ class Outbox:
             self.wake()
 
     def take(self) -> bytes:
-        """All frames; empties it."""
+        """Empties it."""
         frames, self._frames = self._frames, bytearray()
         return bytes(frames)
 
@@ -72,7 +72,7 @@ class Outbox:
 
     @contextmanager
     def waking(self, selector: selectors.BaseSelector) -> Generator[None]:
-        """Within this block `selector` is woken, with the data "wakeup"."""
+        """`selector` is woken with the data "wakeup"."""
         wakeup = Wakeup()
         selector.register(wakeup.reader, selectors.EVENT_READ, "wakeup")
         with self._lock:

@@ -65,22 +65,21 @@ CHANGED = (
 SHORTAGE = "the engine process cannot be started for want of file descriptors, processes or memory"
 UNREACHABLE = "no engine host takes the engine at present"
 CANNOT_START = "the engine process cannot be started"
+# What the log of a start says of each phase
 PHASES = {
     "python": "the engine process starts",
     "imports": "libraries are imported, and the model's files opened",
     "load": "weights are read",
     "compile": "programs are compiled and timed",
 }
-"""What the log of a start says of each phase."""
 LOG_EVERY_S = 60.0
 _EXIT_S = 0.5
 _LONGEST_SLEEP_S = 60.0
 
 
 class EngineChild(Protocol):
-    """The front end's handle on one engine process; `ChildProcess` is that of one of this machine.
-    `frames`: its messages. `close` waits up to `within_s` for its exit, then ends it, and returns
-    its exit status."""
+    """The front end's handle on one engine process. `close` waits up to `within_s` for its exit,
+    then ends it, and returns its exit status."""
 
     @property
     def pid(self) -> int: ...
@@ -100,41 +99,34 @@ class EngineChild(Protocol):
 
 
 class EngineUnreachableError(OSError):
-    """There is no way to start an engine at present; a later attempt may find one."""
+    """A later attempt may find a way to start an engine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessOptions:
-    """Deadlines of requests, and how the process is started and watched.
-
-    Args:
-        on_failure: what becomes of the open requests when the process is lost: "resume" has the
-            next one go on with them, "error" ends each with an error.
-        command: the engine process's program; `open_child` executes it.
-        max_unsent_bytes: of messages that the process has not read; above it the queue is full.
-        front_end_bytes: private memory of this process, which the plan of memory counts.
-        bodies_bytes: of all bodies that this process reads at the same time, at most.
-        share_bytes, num_engines, prefix_secret: as in `Start`.
-        count_oom_kills: processes that this machine has killed for want of memory.
-    """
+    """Deadlines of requests, and how the process is started and watched."""
 
     timeouts: RequestTimeouts = field(default_factory=RequestTimeouts)
     watchdog: WatchdogTimeouts = field(default_factory=WatchdogTimeouts)
+    # what becomes of the open requests when the process is lost: "resume" has the next one go on
+    # with them, "error" ends each with an error
     on_failure: OnEngineFailure = "resume"
-    command: Sequence[str] = COMMAND
+    command: Sequence[str] = COMMAND  # the engine process's program; `open_child` executes it
     open_child: Callable[[Sequence[str]], EngineChild] = ChildProcess
+    # of messages that the process has not read; above it the queue is full
     max_unsent_bytes: int = 64 << 20
-    front_end_bytes: int = 0
-    bodies_bytes: int = 0
-    share_bytes: int | None = None
+    front_end_bytes: int = 0  # private memory of this process, which the plan of memory counts
+    bodies_bytes: int = 0  # of all bodies that this process reads at the same time, at most
+    share_bytes: int | None = None  # as in `Start`
     num_engines: int = 1
     prefix_secret: bytes | None = None
+    # processes that this machine has killed for want of memory
     count_oom_kills: Callable[[], int | None] = num_oom_kills
 
 
 class ProcessLink:
-    """To a process that `serve` starts and ends; it opens `model`, which is as for `load_model`.
-    Raises ConfigError if the model's path cannot be sent to the process."""
+    """To a process that `serve` starts and ends; it opens `model`. Raises ConfigError if the
+    model's path cannot be sent."""
 
     def __init__(
         self,
@@ -184,7 +176,6 @@ class ProcessLink:
 
     @property
     def is_full(self) -> bool:
-        """Whether too many bytes wait for the process to read them."""
         num_unsent_bytes = len(self._outbox)
         if self._child is not None:
             num_unsent_bytes += self._child.frames.num_unsent_bytes
@@ -218,7 +209,7 @@ class ProcessLink:
         )
 
     def serve(self, emit: Emit) -> None:
-        """As `BatchEngine`. After a load that failed it is dead, and refuses requests."""
+        """After a load that failed it is dead, and refuses requests."""
         with selectors.DefaultSelector() as selector, self._outbox.waking(selector):
             try:
                 while not self._front.is_done:
@@ -312,7 +303,7 @@ class ProcessLink:
         return min([each for each in times_s if each is not None])
 
     def _receive(self, child: EngineChild, emit: Emit) -> Loss | None:
-        """Handles the messages that have arrived; why the process must be given up, if it must."""
+        """Why the process must be given up, if it must."""
         try:
             for message in child.frames.receive():
                 self._take(message, emit)
@@ -361,7 +352,7 @@ class ProcessLink:
             self._failed = message
 
     def _take_ready(self, message: Ready, now_s: float, emit: Emit) -> None:
-        """Begins to resume the open requests, all at once unless some are quarantined."""
+        """Resumes all open requests at once unless some are quarantined."""
         with self._lock:
             is_same = self._identity in (None, message.identity)
             self.stats, self._check = message.stats, message.request_check
@@ -386,7 +377,7 @@ class ProcessLink:
         self._front.finish_start()
 
     def _go_on(self) -> None:
-        """The next commands while requests that may be the cause of crashes run alone."""
+        """While requests that may be the cause of crashes run alone."""
         with self._lock:
             self._outbox.put(*self._recovery.advance())
             if self._recovery.is_done:
@@ -400,8 +391,8 @@ class ProcessLink:
             emit([*overdue])
 
     def _lose(self, child: EngineChild, loss: Loss, emit: Emit) -> None:
-        """Ends the request that is the cause, if one is known, and closes the process. The others
-        wait for the next process, if there will be one and they may."""
+        """Ends the request that is the cause, if one is known; the others wait for the next
+        process."""
         failed = self._failed
         is_postponed = failed is not None and failed.is_shortage
         with self._lock:
@@ -433,7 +424,7 @@ class ProcessLink:
         self._give_up_if_dead(emit)
 
     def _was_ended(self, child: EngineChild, code: int) -> bool:
-        """Whether somebody killed the process, other than for want of memory."""
+        """Somebody killed the process, other than for want of memory."""
         is_killed = child.frames.has_hung_up and code == -signal.SIGKILL
         return is_killed and self._options.count_oom_kills() == self._num_oom_kills
 
@@ -472,7 +463,7 @@ class ProcessLink:
 
     @property
     def _stop_s(self) -> float:
-        """Time to exit; with a disk the process writes the newest pages first."""
+        """With a disk the process writes the newest pages first."""
         is_storing = self._config.prefix_cache_disk is not None and self._check is not None
         return self._options.watchdog.stop_s + (CLOSE_WITHIN_S if is_storing else 0.0)
 
@@ -488,8 +479,8 @@ def _sendable(path: str) -> str:
 
 
 def pinned(config: EngineConfig, limits: EngineLimits) -> EngineConfig:
-    """`config` for a further process, with the rows, pool, context and queue of the first, whatever
-    memory is free then: otherwise its streams could differ."""
+    """With the rows, pool, context and queue of the first process, whatever memory is free then:
+    otherwise streams could differ."""
     num_tokens = limits.num_pages * limits.page_size
     return replace(
         config,

@@ -10,15 +10,15 @@ from cadenza.engine.batch_engine import Cancel, Command, Resume
 from cadenza.engine.open_requests import OpenRequests
 from cadenza.events import Finished
 
+# A request with which so many engines in a row were lost is not resumed together with others.
 MOST_LOSSES = 2
-"""A request with which so many engines in a row were lost is not resumed together with others."""
 
+# A request with which so many in a row were lost that had no other is the cause.
 MOST_LOSSES_ALONE = 3
-"""A request with which so many in a row were lost that had no other is the cause."""
 
+# New tokens of each sample with which a quarantined request has passed. An engine is at most two
+# steps beyond the last token that it reported.
 TRIAL_TOKENS = 8
-"""New tokens of each sample with which a quarantined request has passed. An engine is at most two
-steps beyond the last token that it reported."""
 
 ENGINE_FAILED = (
     "the engine failed each time that it computed this request, the last three times with no "
@@ -28,7 +28,7 @@ ENGINE_FAILED = (
 
 @dataclass(frozen=True, slots=True)
 class _Trial:
-    """A request that runs alone; it has passed once each open sample has so many tokens."""
+    """It has passed once each open sample has so many tokens."""
 
     request_id: int
     num_tokens: dict[int, int]
@@ -36,7 +36,7 @@ class _Trial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
-    """A request that made the engine fail, and its final events."""
+    """`ends`: the final events of a request that made the engine fail."""
 
     request_id: int
     ends: list[Finished]
@@ -50,12 +50,11 @@ class Recovery:
         self._quarantined: deque[int] = deque()
         self._trial: _Trial | None = None
         self._last_alone: int | None = None
-        self._num_losses_alone = 0
-        """Engines in a row that were lost with `_last_alone` alone."""
+        self._num_losses_alone = 0  # Engines in a row that were lost with `_last_alone` alone
         self.is_done = True
 
     def lose_engine(self, now_s: float) -> Cause | None:
-        """The engine is gone; ends the request that is known to be the cause, if one is."""
+        """Ends the request that is known to be the cause, if one is."""
         trial, self._trial = self._trial, None
         self._quarantined.clear()
         self.is_done = True
@@ -91,7 +90,7 @@ class Recovery:
         return self.advance()
 
     def advance(self) -> list[Command]:
-        """The next commands, once a trial is over; called when events have come."""
+        """Called when events have come."""
         commands: list[Command] = []
         if self._trial is not None:
             if not self._has_passed(self._trial):

@@ -10,26 +10,24 @@ from pathlib import Path
 
 from cadenza.engine.status import EngineState
 
+# How often the usage of a loading process is read in the time after which it counts as hung.
 NUM_USAGE_READS = 8
-"""How often the usage of a loading process is read in the time after which it counts as hung."""
 
+# The longest sleep of the watching thread. Waking later than that counts as a pause of the whole
+# machine.
 STANDSTILL_S = 1.0
-"""The longest sleep of the watching thread. Waking later than that counts as a pause of the whole
-machine."""
 
-IDLE_CPU_S = 0.25
-"""Less CPU time than this may be a sleeping library's housekeeping."""
+IDLE_CPU_S = 0.25  # Less CPU time than this may be a sleeping library's housekeeping
 
+# Fields of /proc/PID/stat, after the command's name
 _MAJOR_FAULTS, _USER_TICKS, _SYSTEM_TICKS = 9, 11, 12
-"""Fields of /proc/PID/stat, after the command's name."""
 
+# Errors of making a process that may pass: descriptors, processes, memory to fork.
 START_SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM})
-"""Errors of making a process that may pass: descriptors, processes, memory to fork."""
 _DESCRIPTOR_SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE})
 
 
 def is_descriptor_shortage(error: BaseException) -> bool:
-    """Whether an error came of a file or socket that lacked a descriptor."""
     cause: BaseException | None = error
     seen = set[int]()  # an error that was raised again from its own consequence is in a circle
     while cause is not None and id(cause) not in seen:
@@ -42,8 +40,8 @@ def is_descriptor_shortage(error: BaseException) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessUsage:
-    """The kernel's counts of a process, all threads: CPU time, bytes read, pages read from disk.
-    They do not advance while it is stopped or waits."""
+    """Of all threads: CPU time, bytes read, pages read from disk; they stand while it is stopped or
+    waits."""
 
     cpu_s: float
     read_bytes: int
@@ -75,7 +73,7 @@ def usage_of(pid: int) -> ProcessUsage | None:
 
 
 def num_oom_kills(vmstat: Path = Path("/proc/vmstat")) -> int | None:
-    """Processes that the kernel has killed for want of memory; None where it has no count."""
+    """Of this machine; None where the kernel has no count."""
     try:
         counts = vmstat.read_text().splitlines()
     except OSError:
@@ -86,51 +84,37 @@ def num_oom_kills(vmstat: Path = Path("/proc/vmstat")) -> int | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchdogTimeouts:
-    """When a process counts as hung, and how soon another one is started.
+    """When a process counts as hung, and how soon another one is started."""
 
-    Args:
-        hung_after_s: least time without progress.
-        hung_after_steps: least number of predicted steps without progress.
-        load_hung_after_s: time without computing or reading while it loads; any working disk is
-            faster.
-        max_failed_loads: after so many in a row with the same fault there is no further start.
-        backoff_s: before the start that follows a process which has got requests on; each further
-            start waits twice as long.
-        max_backoff_s: the longest such wait.
-        max_postponed_s: the longest wait before a postponed start is tried again.
-        stop_s: time to exit after `Stop`, before it is killed.
-    """
-
-    hung_after_s: float = 5.0
-    hung_after_steps: float = 10.0
+    hung_after_s: float = 5.0  # least time without progress
+    hung_after_steps: float = 10.0  # least number of predicted steps without progress
+    # time without computing or reading while it loads; any working disk is faster
     load_hung_after_s: float = 120.0
+    # after so many in a row with the same fault there is no further start
     max_failed_loads: int = 3
+    # before the start that follows a process which has got requests on; each further start waits
+    # twice as long
     backoff_s: float = 0.25
-    max_backoff_s: float = 30.0
-    max_postponed_s: float = 10.0
-    stop_s: float = 1.5
+    max_backoff_s: float = 30.0  # the longest such wait
+    max_postponed_s: float = 10.0  # the longest wait before a postponed start is tried again
+    stop_s: float = 1.5  # time to exit after `Stop`, before it is killed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """Why a process is gone, or is given up.
+    """Why a process is gone, or is given up."""
 
-    Args:
-        error: for the log and the operator.
-        cause: in words for clients, where `error` is not fit for them.
-        load_fault: what went wrong in its load, in the same words each time; None if it had
-            loaded, or if something outside ended it.
-    """
-
-    error: str
-    cause: str
+    error: str  # for the log and the operator
+    cause: str  # in words for clients, where `error` is not fit for them
+    # what went wrong in its load, in the same words each time; None if it had loaded, or if
+    # something outside ended it
     load_fault: str | None = None
 
 
 @dataclass(slots=True, eq=False)
 class Supervision:
-    """The state of one engine over all its processes; `has_progress`: the process has computed
-    something for a request that none had before."""
+    """Of one engine over all its processes. `has_progress`: it computed something for a request
+    that none had before."""
 
     watchdog: WatchdogTimeouts
     now_s: float
@@ -142,11 +126,9 @@ class Supervision:
     startup_s: dict[str, float] = field(default_factory=dict[str, float])
     start_at_s: float | None = None
     has_progress: bool = False
-    _num_fruitless: int = 0
-    """Processes in a row that were lost without progress."""
+    _num_fruitless: int = 0  # Processes in a row that were lost without progress
     _load_fault: str | None = None
-    _num_failed_loads: int = 0
-    """Loads in a row that ended with `_load_fault`."""
+    _num_failed_loads: int = 0  # Loads in a row that ended with `_load_fault`
     _num_postponed: int = 0
     _started_at_s: float = 0.0
     _load_s: float | None = None
@@ -176,19 +158,18 @@ class Supervision:
         self.phase, self._progress_s = phase, now_s
 
     def read_usage_at_s(self) -> float | None:
-        """When to read its usage again; None unless it is loading."""
+        """None unless it is loading."""
         if self.phase is None:
             return None
         return self._usage_read_s + self.watchdog.load_hung_after_s / NUM_USAGE_READS
 
     def record_usage(self, now_s: float, usage: ProcessUsage | None) -> None:
-        """Its usage was read; None where the kernel has no counts of it."""
         self._usage_read_s = now_s
         if usage is None or self._usage is None or usage.is_beyond(self._usage):
             self._usage, self._progress_s = usage, now_s
 
     def loaded(self, now_s: float, startup_s: dict[str, float]) -> None:
-        """It computes; new requests are accepted from `ready` on."""
+        """New requests are accepted from `ready` on."""
         self._load_s = now_s - self._started_at_s
         rest_s = max(0.0, self._load_s - sum(startup_s.values()))
         self.startup_s = {"python": rest_s, **startup_s}
@@ -198,12 +179,12 @@ class Supervision:
         self._num_steps, self._predicted_s = -1, 0.0
 
     def ready(self) -> None:
-        """It serves. States other than loading and restarting do not change."""
+        """States other than loading and restarting do not change."""
         if self.state in {"loading", "restarting"}:
             self.state, self.error, self.cause = "ready", None, None
 
     def beat(self, now_s: float, num_steps: int, predicted_s: float, *, is_idle: bool) -> None:
-        """A heartbeat; it is progress where a step was made, or the engine is idle."""
+        """It is progress where a step was made, or the engine is idle."""
         self._beat_s = now_s
         # A slow step is announced before it begins.
         if is_idle or num_steps != self._num_steps or predicted_s > self._predicted_s:
@@ -211,13 +192,12 @@ class Supervision:
         self._num_steps, self._predicted_s = num_steps, predicted_s
 
     def note_late_wakeup(self, seconds: float) -> None:
-        """The watching thread woke this much too late. If the machine was paused so was the engine,
-        so the time does not count as time without progress."""
+        """If the machine was paused so was the engine: that is no time without progress."""
         if seconds >= STANDSTILL_S:
             self._progress_s += seconds
 
     def hung_at_s(self) -> float | None:
-        """When it counts as hung unless it makes progress; None where progress cannot be seen."""
+        """None where progress cannot be seen."""
         watchdog = self.watchdog
         if self.phase is not None and self._usage is not None:
             return self._progress_s + watchdog.load_hung_after_s
@@ -239,7 +219,7 @@ class Supervision:
         return Loss(error=text, cause=text, load_fault=fault)
 
     def lost(self, loss: Loss) -> None:
-        """The process is gone, or is given up; `crashed` follows once it has ended."""
+        """`crashed` follows once the process has ended."""
         self._beat_s = self.phase = None
         self.error, self.cause = loss.error, loss.cause
         if self.state in {"loading", "ready"}:
@@ -248,9 +228,9 @@ class Supervision:
     def crashed(
         self, now_s: float, loss: Loss, *, is_explained: bool = False, has_requests: bool = False
     ) -> None:
-        """The process has ended. Sets the time of the next start, if there is one. `is_explained`:
-        a request was the cause, and will not be in the next one; `has_requests`: requests wait for
-        it, so that it is needed even to drain."""
+        """Sets the time of the next start. `is_explained`: a request was the cause, and will not be
+        in the next one; `has_requests`: requests wait for it, so that it is needed even to
+        drain."""
         self.lost(loss)
         if not self._may_start_again(has_requests=has_requests):
             return
@@ -276,7 +256,7 @@ class Supervision:
         return wait_s
 
     def postponed(self, now_s: float, error: str, *, has_requests: bool = False) -> None:
-        """A start failed for a shortage, which may pass."""
+        """For a shortage, which may pass."""
         self._beat_s = self.phase = None
         self.error = self.cause = error
         if not self._may_start_again(has_requests=has_requests):
@@ -302,7 +282,7 @@ class Supervision:
         return None if self._beat_s is None else now_s - self._beat_s
 
     def retry_after_s(self, now_s: float) -> float | None:
-        """Seconds until it may serve, estimated from the last start; None unless one is to come."""
+        """Estimated from the last start; None unless one is to come."""
         if self.state not in {"loading", "restarting"}:
             return None
         begin_s = self._started_at_s if self.start_at_s is None else self.start_at_s

@@ -25,28 +25,26 @@ from cadenza.events import Event, Preparing, Started
 
 BEAT_EVERY_S = 0.25
 IDLE_BEAT_S = 1.0
+# A step with a longer forecast is announced before it runs, so that it is not taken for a hang.
 SLOW_STEP_S = 0.4
-"""A step with a longer forecast is announced before it runs, so that it is not taken for a hang."""
 
-UNMEASURED_STEP_S = 6.0
-"""The forecast before the first step was measured."""
-FADING = 0.98
-"""A slow step's share of the forecast after each faster one of its size."""
+UNMEASURED_STEP_S = 6.0  # The forecast before the first step was measured
+FADING = 0.98  # A slow step's share of the forecast after each faster one of its size.
 
 
 class FrontLink(Protocol):
     """The engine's way to its front end."""
 
     def receive(self, timeout_s: float) -> list[ToEngine] | None:
-        """The messages that have arrived; waits up to `timeout_s` for one. None to stop."""
+        """Waits up to `timeout_s` for a message. None to stop."""
         ...
 
     def send(self, message: FromEngine) -> None: ...
 
 
 class StepForecast:
-    """How long the next step may take: the slowest recent step for each power of two of tokens, and
-    never below a recent step of that size or a smaller one."""
+    """The slowest recent step for each power of two of tokens, never below one of that size or
+    smaller."""
 
     def __init__(self) -> None:
         self._slowest_s: dict[int, float] = {}
@@ -68,8 +66,7 @@ class StepForecast:
 
 
 class Worker:
-    """Serves `core` over `link` until it receives `Stop`. With a `reporter`, outputs with
-    statistics carry its reports."""
+    """Until `Stop`. With a `reporter`, outputs with statistics carry its reports."""
 
     def __init__(
         self,
@@ -89,12 +86,11 @@ class Worker:
         self._announced_s = 0.0
         self._sent_at_s = clock()
         self._is_idle = True
-        self._has_changed = False
-        """A command or a step came after the newest outputs were sent."""
+        self._has_changed = False  # A command or a step came after the newest outputs were sent
         self.meter = StepMeter(core, clock, count_compiles)
 
     def serve(self) -> None:
-        """Returns after `Stop`. Raises RunnerError after too many failed steps in a row."""
+        """Raises RunnerError after too many failed steps in a row."""
         for events in run_steps(self._core, self._receive, self._step):
             self._is_idle = self._core.is_idle
             is_due = self._clock() - self._sent_at_s >= BEAT_EVERY_S
@@ -153,8 +149,7 @@ class Worker:
             self._send(())
 
     def _announce_starts(self, started: Sequence[Started | Preparing]) -> None:
-        """Reports which requests start, or whose prompts are scored or images encoded, before the
-        step, which may end this process."""
+        """Before the step, which may end this process."""
         self._link.send(
             EngineOutputs(
                 num_steps=self._core.num_steps - 1,  # the step is progress when it is done
