@@ -8,9 +8,9 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from cadenza.server.fields.body import Body, Effect, Field
 from cadenza.server.openapi import ApiRoute
 from cadenza.server.routes import ROUTES
-from cadenza.server.schemas.body import Body, Effect, Field
 
 HEAD = """# Endpoints and their fields
 

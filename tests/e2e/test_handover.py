@@ -22,7 +22,7 @@ from typing import Any
 import httpx
 import pytest
 
-from cadenza.server.handover import is_supported
+from cadenza.server.lifecycle.handover import is_supported
 from tests.e2e.figures import Figures
 from tests.ports import kept_port
 from tests.server.serve_process import ServeProcess, serve_process

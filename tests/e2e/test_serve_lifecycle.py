@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cadenza.server.handover import is_supported
+from cadenza.server.lifecycle.handover import is_supported
 from tests.e2e.streams import Streams
 from tests.e2e.test_serve_ends import leaving_nothing
 from tests.e2e.test_serve_faults import FLAGS, SMALL, check_undisturbed, port_of, wholes

@@ -10,7 +10,7 @@ from cadenza.cli import main
 from cadenza.frontend.loaded_model import open_text
 from cadenza.loading.build import find_checkpoint
 from cadenza.outputs import RequestOutput
-from cadenza.server.endpoints.chat import ChatRequest
+from cadenza.server.openai.chat import ChatRequest
 from tests.by_day import by_day
 from tests.checkpoint.gguf_models import convert
 from tests.tools.gguf_files import BYTE_LEVEL, TEMPLATE

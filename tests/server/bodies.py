@@ -5,25 +5,25 @@ from typing import Any
 
 import pytest
 
-from cadenza.server.endpoints.chat import CHAT, ChatRequest
-from cadenza.server.endpoints.completions import COMPLETIONS, CompletionRequest
-from cadenza.server.endpoints.embeddings import EMBEDDINGS, EmbeddingRequest
-from cadenza.server.endpoints.generating import CallRequest, GeneratingEndpoint
-from cadenza.server.endpoints.messages import MESSAGES, MessageRequest
-from cadenza.server.endpoints.ollama import (
+from cadenza.server.anthropic.messages import MESSAGES, MessageRequest
+from cadenza.server.calls.request import CallRequest, GeneratingEndpoint
+from cadenza.server.errors import ApiError
+from cadenza.server.fields.body import Body
+from cadenza.server.fields.unknown_members import UnknownFields
+from cadenza.server.limits import ServerLimits
+from cadenza.server.ollama.embed import OLLAMA_EMBED, OllamaEmbedRequest
+from cadenza.server.ollama.generate import (
     OLLAMA_CHAT,
     OLLAMA_GENERATE,
     OllamaChatRequest,
     OllamaPromptRequest,
 )
-from cadenza.server.endpoints.ollama_embed import OLLAMA_EMBED, OllamaEmbedRequest
-from cadenza.server.endpoints.rerank import RERANK, RerankRequest
-from cadenza.server.endpoints.responses import RESPONSES, ResponseRequest
-from cadenza.server.endpoints.tokens import CountTokensBody, DetokenizeBody, TokenizeBody
-from cadenza.server.errors import ApiError
-from cadenza.server.limits import ServerLimits
-from cadenza.server.schemas.body import Body
-from cadenza.server.schemas.unknown_members import UnknownFields
+from cadenza.server.openai.chat import CHAT, ChatRequest
+from cadenza.server.openai.completions import COMPLETIONS, CompletionRequest
+from cadenza.server.openai.responses import RESPONSES, ResponseRequest
+from cadenza.server.operations.tokens import CountTokensBody, DetokenizeBody, TokenizeBody
+from cadenza.server.pooling.embeddings import EMBEDDINGS, EmbeddingRequest
+from cadenza.server.pooling.rerank import RERANK, RerankRequest
 
 GENERATING: dict[str, GeneratingEndpoint] = {
     "completions": COMPLETIONS,

@@ -11,7 +11,7 @@ from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.config import EngineConfig
 from cadenza.frontend.loaded_model import LoadedModel, load_model
 from cadenza.frontend.text_frontend import TextFrontend
-from cadenza.server.log_output import JsonLines, TextLines
+from cadenza.server.operations.log_output import JsonLines, TextLines
 from tests.cli.harness import write_model
 from tests.server.harness import RunningServer, running_server
 from tests.server.scripted_engine import ScriptedEngine

@@ -8,9 +8,9 @@ from typing import Any, NoReturn
 from cadenza.frontend.receipts import ReceiptSeal
 from cadenza.frontend.sampling_defaults import SamplingDefaults
 from cadenza.outputs import CompletionOutput, OutputPart, RequestOutput
-from cadenza.server.endpoints.generating import CallContext, CallRequest
+from cadenza.server.calls.encoder import AnswerHead, StreamEncoder
+from cadenza.server.calls.request import CallContext, CallRequest
 from cadenza.server.response_store import ResponseStore, StoreBounds
-from cadenza.server.sse import AnswerHead, StreamEncoder
 from tests.server.bodies import PATHS
 from tests.server.harness import RunningServer
 

@@ -13,10 +13,10 @@ import httpx
 
 from cadenza.engine.batch_engine import ServedEngine
 from cadenza.frontend.text_frontend import TextFrontend
-from cadenza.server.handover import ServerSockets
-from cadenza.server.listening import Address, listening
+from cadenza.server.http.listening import Address, listening
+from cadenza.server.lifecycle.handover import ServerSockets
+from cadenza.server.lifecycle.run import Lifecycle, run_server
 from cadenza.server.model_pool import ModelPool, PoolOptions
-from cadenza.server.run import Lifecycle, run_server
 from cadenza.server.served_model import ModelNames, ServedModel
 from cadenza.server.service import ServerOptions, Service
 

@@ -14,12 +14,12 @@ from contextlib import ExitStack
 import pytest
 
 from cadenza.frontend.text_frontend import TextFrontend
-from cadenza.server import connections as module
-from cadenza.server.connections import WARN_EVERY_S, Acceptor, Connections, max_connections
+from cadenza.server.http import connections as module
+from cadenza.server.http.connections import WARN_EVERY_S, Acceptor, Connections, max_connections
+from cadenza.server.http.listening import Address, listening
+from cadenza.server.lifecycle.run import KEEP_ALIVE_S
 from cadenza.server.limits import ServerLimits
-from cadenza.server.listening import Address, listening
 from cadenza.server.metrics import ServedCounts
-from cadenza.server.run import KEEP_ALIVE_S
 from tests.server.harness import (
     TIMEOUT_S,
     HandClock,

@@ -15,8 +15,8 @@ from tokenizers import Tokenizer, processors
 from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.request import PoolingParams
-from cadenza.server.endpoints.embeddings import EmbeddingRequest
 from cadenza.server.errors import ApiError
+from cadenza.server.pooling.embeddings import EmbeddingRequest
 from tests.cli.harness import write_model
 from tests.server.harness import TIMEOUT_S, RunningServer, raw_post, running_server
 from tests.server.scripted_engine import HIDDEN_SIZE, ScriptedEngine

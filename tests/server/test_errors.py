@@ -13,8 +13,8 @@ from cadenza.events import ErrorKind
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.server.access import ApiKeys
 from cadenza.server.errors import UNAVAILABLE_CODES, ApiError, error_of, none_allowed
+from cadenza.server.fields.json_text import read_json
 from cadenza.server.limits import ServerLimits
-from cadenza.server.schemas.json_text import read_json
 from tests.server.bodies import GENERATING
 from tests.server.harness import MODEL, TIMEOUT_S, RunningServer, options, raw_post, running_server
 from tests.server.scripted_engine import ScriptedEngine

@@ -19,9 +19,11 @@ from cadenza.bounds import NumberBound
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.request import BOUNDS, DEFAULTS, PARAMETERS, SamplingParams
 from cadenza.server.errors import ApiError
-from cadenza.server.limits import ServerLimits
-from cadenza.server.schemas.body import DeclaredObject, Effect
-from cadenza.server.schemas.field_types import (
+from cadenza.server.fields.body import DeclaredObject, Effect
+from cadenza.server.fields.messages import ChatMessage, TextPart
+from cadenza.server.fields.other_engines import OtherEnginesBody
+from cadenza.server.fields.sampling import MostTokens, StopTexts
+from cadenza.server.fields.types import (
     AnyJson,
     Boolean,
     FieldType,
@@ -30,9 +32,7 @@ from cadenza.server.schemas.field_types import (
     TokenIds,
     Unsupported,
 )
-from cadenza.server.schemas.generation import MostTokens, StopTexts
-from cadenza.server.schemas.messages import ChatMessage, TextPart
-from cadenza.server.schemas.other_engines import OtherEnginesBody
+from cadenza.server.limits import ServerLimits
 from cadenza.sparse_prefill import PromptSpan
 from cadenza.spec_prefill_config import SpecPrefillChoice
 from tests.server.bodies import BODIES, GENERATING, NEEDED, PATHS, USER, checked, read, refusal

@@ -23,8 +23,9 @@ import pytest
 
 from cadenza.errors import ConfigError
 from cadenza.frontend.text_frontend import TextFrontend
-from cadenza.server import handover as module
-from cadenza.server.handover import (
+from cadenza.server.http.listening import Address
+from cadenza.server.lifecycle import handover as module
+from cadenza.server.lifecycle.handover import (
     PROTOCOL,
     Commit,
     ExchangeOptions,
@@ -39,9 +40,8 @@ from cadenza.server.handover import (
     opened,
     taken_over,
 )
+from cadenza.server.lifecycle.run import IDLE_GRACE_S
 from cadenza.server.limits import ServerLimits
-from cadenza.server.listening import Address
-from cadenza.server.run import IDLE_GRACE_S
 from tests.by_day import by_day
 from tests.ports import kept_port
 from tests.server.harness import (

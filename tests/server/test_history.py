@@ -9,12 +9,12 @@ import pytest
 from openai.types.responses import Response
 
 from cadenza.frontend.text_frontend import TextFrontend
-from cadenza.server.endpoints.messages import MESSAGES, MessageRequest
+from cadenza.server.anthropic.blocks import block_messages
+from cadenza.server.anthropic.messages import MESSAGES, MessageRequest
 from cadenza.server.errors import ApiError
+from cadenza.server.fields.messages import chat_messages
 from cadenza.server.limits import ServerLimits
-from cadenza.server.schemas.message_fields import block_messages
-from cadenza.server.schemas.messages import chat_messages
-from cadenza.server.schemas.responses import input_items, messages_of
+from cadenza.server.openai.response_items import input_items, messages_of
 from tests.server.harness import RunningServer
 from tests.server.scripted_engine import ScriptedEngine
 

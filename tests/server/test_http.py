@@ -15,12 +15,12 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from cadenza.frontend.text_frontend import TextFrontend
-from cadenza.server.connections import Connections
-from cadenza.server.http_exchange import SLICE_BYTES, Exchange
-from cadenza.server.http_exchange import Response as Answer
+from cadenza.server.http.connections import Connections
+from cadenza.server.http.exchange import SLICE_BYTES, Exchange
+from cadenza.server.http.exchange import Response as Answer
+from cadenza.server.http.protocol import BoundedProtocol, bounded_protocol
 from cadenza.server.limits import BodyBudget, ServerLimits
 from cadenza.server.metrics import ServedCounts
-from cadenza.server.protocol import BoundedProtocol, bounded_protocol
 from tests.server.harness import RunningServer, options, running_server
 from tests.server.scripted_engine import ScriptedEngine
 

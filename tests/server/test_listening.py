@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from cadenza.errors import ConfigError
-from cadenza.server.listening import Address, abandon, listening, why_not
+from cadenza.server.http.listening import Address, abandon, listening, why_not
 from tests.cli.harness import run_cadenza
 from tests.ports import kept_port
 

@@ -7,7 +7,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from cadenza.server.log_output import MAX_PART_CHARS, LogQueue, QueuedText
+from cadenza.server.operations.log_output import MAX_PART_CHARS, LogQueue, QueuedText
 
 TIMEOUT_S = 60.0
 SHORT_S = 0.05

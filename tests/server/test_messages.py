@@ -9,11 +9,11 @@ import pytest
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.outputs import OutputPart
 from cadenza.server.access import ApiKeys
+from cadenza.server.anthropic.blocks import block_messages
+from cadenza.server.anthropic.messages import MESSAGES, MessageRequest
 from cadenza.server.dialect import ANTHROPIC_VERSIONS
-from cadenza.server.endpoints.messages import MESSAGES, MessageRequest
-from cadenza.server.endpoints.responses import RESPONSES
 from cadenza.server.limits import ServerLimits
-from cadenza.server.schemas.message_fields import block_messages
+from cadenza.server.openai.responses import RESPONSES
 from tests.server.dialects import encoder_of, events_of, output_of, sample
 from tests.server.harness import RunningServer, options, running_server
 from tests.server.scripted_engine import ScriptedEngine

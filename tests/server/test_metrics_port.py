@@ -11,8 +11,8 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from cadenza.errors import ConfigError
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.server.access import ApiKeys
-from cadenza.server.handover import opened, taken_over
-from cadenza.server.listening import Address, listening_for_metrics
+from cadenza.server.http.listening import Address, listening_for_metrics
+from cadenza.server.lifecycle.handover import opened, taken_over
 from tests.ports import kept_port
 from tests.server.harness import (
     TIMEOUT_S,

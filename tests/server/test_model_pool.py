@@ -15,9 +15,9 @@ from cadenza.engine.status import EngineStatus
 from cadenza.engine.timeouts import RequestTimeouts
 from cadenza.errors import CadenzaError, CheckpointError, ConfigError, EngineClosedError
 from cadenza.frontend.text_frontend import TextFrontend
-from cadenza.server.handover import ServerSockets
+from cadenza.server.http.listening import Address, listening
+from cadenza.server.lifecycle.handover import ServerSockets
 from cadenza.server.limits import ServerLimits
-from cadenza.server.listening import Address, listening
 from cadenza.server.model_pool import RETRY_S, ModelPool, PoolOptions
 from cadenza.server.served_model import ModelNames, ServedModel
 from cadenza.server.service import Service

@@ -10,14 +10,14 @@ import pytest
 from cadenza.frontend.prepared_request import AnyPrompt
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.outputs import CompletionOutput, RequestOutput
-from cadenza.server.endpoints.generating import ChoicesRequest, GeneratingEndpoint
+from cadenza.server.calls.encoder import AnswerHead, PromptInfo, StreamEncoder
+from cadenza.server.calls.request import ChoicesRequest, GeneratingEndpoint
 from cadenza.server.errors import ApiError, invalid_value
+from cadenza.server.fields.body import optional, required
+from cadenza.server.fields.types import OneOf, String
 from cadenza.server.generation import Generation
-from cadenza.server.http_exchange import Exchange
+from cadenza.server.http.exchange import Exchange
 from cadenza.server.openapi import TEXT, AnswerSchema, describe_api, object_of
-from cadenza.server.schemas.body import optional, required
-from cadenza.server.schemas.field_types import OneOf, String
-from cadenza.server.sse import AnswerHead, PromptInfo, StreamEncoder
 from tests.server.harness import TIMEOUT_S, options, serving_one
 from tests.server.scripted_engine import ScriptedEngine
 

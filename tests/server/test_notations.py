@@ -10,8 +10,8 @@ import pytest
 
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.request import SamplingParams
-from cadenza.server.endpoints.conversation import AskedConversation
-from cadenza.server.schemas.thinking import EFFORTS, AskedThinking, nearest_effort
+from cadenza.server.calls.conversation import AskedConversation
+from cadenza.server.fields.thinking import EFFORTS, AskedThinking, nearest_effort
 from cadenza.structured import ThinkingBound
 from cadenza.text.answers.call_readers import (
     DEEPSEEK_CALL,

@@ -12,11 +12,11 @@ from cadenza.frontend.loaded_model import LoadedModel
 from cadenza.frontend.prepared_request import OWN_TERMS
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.server.access import ApiKeys
-from cadenza.server.endpoints.chat import ChatRequest
-from cadenza.server.endpoints.ollama import LineEncoder, OllamaChatRequest, chat_shape
-from cadenza.server.endpoints.ollama_models import tagged
-from cadenza.server.request_log import AnswerTimes, Usage
-from cadenza.server.sse import AnswerHead
+from cadenza.server.calls.encoder import AnswerHead
+from cadenza.server.calls.record import AnswerTimes, Usage
+from cadenza.server.ollama.generate import LineEncoder, OllamaChatRequest, chat_shape
+from cadenza.server.ollama.models import tagged
+from cadenza.server.openai.chat import ChatRequest
 from tests.server.harness import RunningServer, options, running_server
 from tests.server.scripted_engine import ScriptedEngine
 

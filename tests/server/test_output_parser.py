@@ -15,8 +15,8 @@ from cadenza.frontend.sample_output import SampleOutput
 from cadenza.frontend.sparse_prompts import SparsePrompts
 from cadenza.outputs import OutputPart
 from cadenza.request import Request
-from cadenza.server.endpoints.chat import ChatRequest
-from cadenza.server.sse import AnswerHead
+from cadenza.server.calls.encoder import AnswerHead
+from cadenza.server.openai.chat import ChatRequest
 from cadenza.text import StopMatcher
 from cadenza.text.answers.output_parser import MakeParser
 

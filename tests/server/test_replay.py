@@ -15,7 +15,7 @@ from cadenza.fingerprint import Fingerprint
 from cadenza.frontend.loaded_model import LoadedModel
 from cadenza.frontend.receipts import ReceiptSeal
 from cadenza.receipt import Receipt
-from cadenza.server.endpoints.replay import MAX_TOKENS, check_fingerprint, place_of_difference
+from cadenza.server.operations.replay import MAX_TOKENS, check_fingerprint, place_of_difference
 from tests.ports import refusing_port
 from tests.server.harness import RunningServer
 from tests.server.test_streams import wait_until

@@ -11,11 +11,11 @@ from openai.types.responses.response_create_params import ResponseCreateParamsBa
 
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.server.access import ApiKeys
-from cadenza.server.endpoints.responses import ResponseRequest
+from cadenza.server.calls.turns import with_system
 from cadenza.server.limits import ServerLimits
+from cadenza.server.openai.response_items import input_items, messages_of
+from cadenza.server.openai.responses import ResponseRequest
 from cadenza.server.response_store import ResponseStore, StoreBounds, StoredResponse
-from cadenza.server.schemas.responses import input_items, messages_of
-from cadenza.server.schemas.turns import with_system
 from tests.server.dialects import context_of
 from tests.server.harness import RunningServer, options, running_server
 from tests.server.scripted_engine import ScriptedEngine

@@ -16,10 +16,10 @@ from cadenza.frontend.loaded_model import LoadedModel, load_model
 from cadenza.frontend.prepared_request import OWN_TERMS, ChatPrompt
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.request import SamplingParams
-from cadenza.server.endpoints.conversation import AskedConversation
+from cadenza.server.calls.conversation import AskedConversation
 from cadenza.server.errors import ApiError
+from cadenza.server.fields.thinking import EFFORTS, AskedThinking
 from cadenza.server.limits import ServerLimits
-from cadenza.server.schemas.thinking import EFFORTS, AskedThinking
 from cadenza.structured import ConstraintSpec, ThinkingBound
 from cadenza.text.constraints.thinking_constraint import ThinkingConstraint
 from tests.cli.harness import write_model

@@ -15,16 +15,16 @@ from cadenza.frontend.prepared_request import ChatPrompt, TextWorkers
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.outputs import OutputPart
 from cadenza.request import SamplingParams
-from cadenza.server.endpoints.chat import ChatRequest
-from cadenza.server.endpoints.messages import MessageRequest
-from cadenza.server.endpoints.responses import ResponseRequest
+from cadenza.server.anthropic.messages import MessageRequest
 from cadenza.server.errors import ApiError
-from cadenza.server.schemas.tools import chat_tools, function_tools, message_tools, response_tools
-from cadenza.server.schemas.unknown_members import (
+from cadenza.server.fields.tools import chat_tools, function_tools, message_tools, response_tools
+from cadenza.server.fields.unknown_members import (
     UnknownFields,
     UnknownMembers,
     taking_unknown,
 )
+from cadenza.server.openai.chat import ChatRequest
+from cadenza.server.openai.responses import ResponseRequest
 from cadenza.structured import JsonStyle, StructuredOutput
 from cadenza.text.answers.answer_grammar import Tool
 from cadenza.text.schemas.grammar import FormChecks, GrammarCheck

@@ -20,9 +20,14 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from cadenza.errors import ConfigError
 from cadenza.frontend.text_frontend import TextFrontend
+from cadenza.server.calls.record import RequestRecord
 from cadenza.server.metrics import ServedCounts
-from cadenza.server.request_log import RequestRecord
-from cadenza.server.tracing import SpanExport, SpansOfCall, _ReportingExporter, traces_url
+from cadenza.server.operations.tracing import (
+    SpanExport,
+    SpansOfCall,
+    _ReportingExporter,
+    traces_url,
+)
 from tests.ports import kept_port
 from tests.server.collector import Collector, attributes, collecting
 from tests.server.harness import RunningServer, options, running_server
@@ -196,7 +201,7 @@ def test_a_collector_that_is_away_is_logged_once_and_so_is_its_return(
     results = [sent, lost, lost, lost, sent, sent]
     exporter = _ReportingExporter(FlakyExporter(results), "http://host/v1/traces")
     span = TracerProvider().get_tracer("test").start_span("a")
-    with caplog.at_level(logging.INFO, "cadenza.server.tracing"):
+    with caplog.at_level(logging.INFO, "cadenza.server.operations.tracing"):
         assert [exporter.export([span, span]) for _ in results] == results
     assert [record.getMessage() for record in caplog.records] == [
         "spans cannot be sent to http://host/v1/traces; requests go on without (--log-level debug "
@@ -243,7 +248,7 @@ def test_another_address_is_refused_with_one_that_works(given: str) -> None:
 
 
 def test_opentelemetry_is_imported_only_where_spans_are_asked_for() -> None:
-    code = "import sys, cadenza.cli.serve, cadenza.server.run, cadenza.server.generation"
+    code = "import sys, cadenza.cli.serve, cadenza.server.lifecycle.run, cadenza.server.generation"
     said = subprocess.run(
         [sys.executable, "-c", f"{code}; print('opentelemetry' in sys.modules)"],
         capture_output=True,

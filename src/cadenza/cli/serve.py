@@ -31,13 +31,13 @@ from cadenza.option import flag
 
 if TYPE_CHECKING:
     from cadenza.engine.process.launch import FirstLaunch
-    from cadenza.server.handover import ServerSockets
-    from cadenza.server.listening import Address
-    from cadenza.server.log_output import LogQueue
-    from cadenza.server.run import Lifecycle
-    from cadenza.server.schemas.unknown_members import UnknownFields
+    from cadenza.server.fields.unknown_members import UnknownFields
+    from cadenza.server.http.listening import Address
+    from cadenza.server.lifecycle.handover import ServerSockets
+    from cadenza.server.lifecycle.run import Lifecycle
+    from cadenza.server.operations.log_output import LogQueue
+    from cadenza.server.operations.tracing import SpanExport
     from cadenza.server.service import ServerOptions, Service
-    from cadenza.server.tracing import SpanExport
 
 logger = logging.getLogger(__name__)
 
@@ -277,7 +277,7 @@ def _one_exit_code() -> Generator[None]:
 
 
 def _serve(words: Sequence[str | None], flags: ServeFlags, config: EngineConfig) -> None:
-    from cadenza.server.log_output import set_up_logging
+    from cadenza.server.operations.log_output import set_up_logging
 
     lines = set_up_logging(flags.log_format, getattr(logging, flags.log_level.upper()))
     logger.info("cadenza %s is starting: %s", __version__, words[0] or "the bundled model")
@@ -298,7 +298,7 @@ def _serve_with(
     lines: "LogQueue",
 ) -> None:
     from cadenza.cli.interrupts import terminable
-    from cadenza.server.handover import find_predecessor, opened, taken_over
+    from cadenza.server.lifecycle.handover import find_predecessor, opened, taken_over
 
     options, address, config = server_options(flags), _address(flags), with_template(flags, config)
     spans = _span_export(flags.otlp_traces_endpoint)
@@ -339,7 +339,7 @@ def _span_export(endpoint: str | None) -> "SpanExport | None":
     if endpoint is None:
         return None
     try:
-        from cadenza.server.tracing import SpanExport
+        from cadenza.server.operations.tracing import SpanExport
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"--otlp-traces-endpoint needs the package {error.name}; install the extra otel: pip "
@@ -369,7 +369,7 @@ class Opening:
 def _open(
     held: ExitStack, sockets: "AbstractContextManager[ServerSockets]", address: "Address"
 ) -> "ServerSockets":
-    from cadenza.server.listening import listening_for_metrics
+    from cadenza.server.http.listening import listening_for_metrics
 
     metrics = held.enter_context(listening_for_metrics(address))
     return replace(held.enter_context(sockets), metrics=metrics)
@@ -380,7 +380,7 @@ def _take_over(
 ) -> "ServerSockets":
     """As `_open`, but the metrics' port is another server's until it has handed over, and what is
     wrong with that port must not end the only server that there is then."""
-    from cadenza.server.listening import listening_for_metrics
+    from cadenza.server.http.listening import listening_for_metrics
 
     taken = held.enter_context(sockets)
     try:
@@ -395,7 +395,7 @@ async def _run(service: "Service", opening: Opening) -> None:
     """Serves until the server is shut down. Raises the error when the model cannot be loaded, or
     when the address cannot be had then."""
     from cadenza.engine.process.heap import freeze_heap
-    from cadenza.server.run import run_server, shut_down_on_signals
+    from cadenza.server.lifecycle.run import run_server, shut_down_on_signals
 
     loop = asyncio.get_running_loop()
     lifecycles: list[Lifecycle] = []
@@ -547,7 +547,7 @@ def _unknown_fields(flags: ServeFlags) -> "UnknownFields":
 
 
 def _address(flags: ServeFlags) -> "Address":
-    from cadenza.server.listening import Address
+    from cadenza.server.http.listening import Address
 
     def path(text: str | None) -> Path | None:
         return None if text is None else Path(os.path.expanduser(text))

@@ -6,7 +6,6 @@ from starlette.routing import compile_path
 from starlette.types import Receive, Scope, Send
 
 from cadenza.server.dialect import dialect_of
-from cadenza.server.endpoints.status import METRICS_PATH
 from cadenza.server.errors import (
     ApiError,
     bounds_exceeded,
@@ -15,8 +14,9 @@ from cadenza.server.errors import (
     server_error,
     unknown_url,
 )
+from cadenza.server.fields.types import String
 from cadenza.server.generation import log_unexpected
-from cadenza.server.http_exchange import (
+from cadenza.server.http.exchange import (
     NO_CONTENT,
     ClientDisconnected,
     Exchange,
@@ -24,6 +24,7 @@ from cadenza.server.http_exchange import (
     Response,
     new_request_id,
 )
+from cadenza.server.operations.status import METRICS_PATH
 from cadenza.server.routes import (
     OPEN_PATHS,
     ROUTES,
@@ -31,7 +32,6 @@ from cadenza.server.routes import (
     make_handlers,
     make_ui_handlers,
 )
-from cadenza.server.schemas.field_types import String
 from cadenza.server.service import Service
 
 MAX_SHOWN_PATH = 256

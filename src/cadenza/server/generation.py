@@ -16,7 +16,9 @@ from cadenza.events import FinishReason
 from cadenza.frontend.output_processor import OutputProcessor, describe_fault
 from cadenza.frontend.prepared_request import PreparedRequest, Terms
 from cadenza.outputs import CompletionOutput, RequestOutput
-from cadenza.server.endpoints.generating import CallContext, CallRequest, GeneratingEndpoint
+from cadenza.server.calls.encoder import AnswerEncoder, AnswerHead, StreamEncoder
+from cadenza.server.calls.record import RequestRecord, Usage
+from cadenza.server.calls.request import CallContext, CallRequest, GeneratingEndpoint
 from cadenza.server.errors import (
     ApiError,
     Headers,
@@ -26,11 +28,9 @@ from cadenza.server.errors import (
     queue_full,
     server_error,
 )
-from cadenza.server.http_exchange import ClientDisconnected, Exchange, Handler, Response
-from cadenza.server.request_log import RequestRecord, Usage
+from cadenza.server.http.exchange import ClientDisconnected, Exchange, Handler, Response
 from cadenza.server.served_model import OpenCall, ServedModel, Updates
 from cadenza.server.service import Service
-from cadenza.server.sse import AnswerEncoder, AnswerHead, StreamEncoder
 from cadenza.server.tenants import TenantUse
 
 logger = logging.getLogger("cadenza.server")

@@ -8,14 +8,14 @@ from typing import Any, Literal
 import cadenza
 from cadenza.server.dialect import dialect_of
 from cadenza.server.errors import STATUSES
-from cadenza.server.http_exchange import Exchange
-from cadenza.server.schemas.body import Body
-from cadenza.server.schemas.field_types import Schema, or_null
-from cadenza.server.schemas.unknown_members import (
+from cadenza.server.fields.body import Body
+from cadenza.server.fields.types import Schema, or_null
+from cadenza.server.fields.unknown_members import (
     UnknownFields,
     UnknownMembers,
     taking_unknown,
 )
+from cadenza.server.http.exchange import Exchange
 
 Policy = Literal["open", "key"]
 """`open` needs no API key and reveals nothing about requests; `key` needs one, if keys are set."""

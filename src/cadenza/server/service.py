@@ -10,15 +10,15 @@ from cadenza.frontend.receipts import ReceiptSeal
 from cadenza.media.addresses import AllowedHosts
 from cadenza.media.fetching import MediaFetcher
 from cadenza.server.access import ApiKeys, Cors, Hosts
-from cadenza.server.connections import Connections, max_connections
+from cadenza.server.calls.record import CallTrace
 from cadenza.server.errors import connections_full, invalid_value, queue_full, request_not_found
-from cadenza.server.http_exchange import Exchange
+from cadenza.server.fields.unknown_members import IgnoredNames, UnknownFields
+from cadenza.server.http.connections import Connections, max_connections
+from cadenza.server.http.exchange import Exchange
 from cadenza.server.limits import BodyBudget, CallImages, ServerLimits, TextWork
 from cadenza.server.metrics import Metrics
 from cadenza.server.model_pool import ModelPool
-from cadenza.server.request_log import CallTrace
 from cadenza.server.response_store import ResponseStore, StoreBounds
-from cadenza.server.schemas.unknown_members import IgnoredNames, UnknownFields
 from cadenza.server.served_model import OpenCall
 from cadenza.server.tenants import TenantFile, Tenants
 

@@ -1,0 +1,7 @@
+"""Anthropic's API: messages.
+
+Modules:
+
+- `messages`: /v1/messages: its body, its answer and events
+- `blocks`: its content blocks, and its members that are objects
+"""

@@ -1,0 +1,18 @@
+"""Bodies and the fields that several APIs have, each declared once: what is checked and what
+`/openapi.json` says follow from it. Invariant: every value is used, or has no effect by its
+meaning, or is refused by name; a value that would change an answer is never ignored.
+
+Modules:
+
+- `body`: request bodies, whose members are declared once, checked and described
+- `types`: types of members
+- `json_text`: the JSON of a body, or the place at which it is none
+- `unknown_members`: what becomes of members that nothing declares
+- `other_engines`: the table of other engines' fields that change an answer
+- `sampling`: prompts, and the members that all generating endpoints share
+- `messages`: chat messages
+- `images`: images in the messages of all APIs
+- `structured`: fields that ask for a form of the answer
+- `thinking`: fields that turn reasoning on and off and bound it
+- `tools`: tools of all APIs, and the choice among them
+"""

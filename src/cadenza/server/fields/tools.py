@@ -1,0 +1,504 @@
+"""Tools of all APIs, checked into a `ToolUse`: custom and namespaced ones become functions for the
+chat template. Invariant: a chosen tool is one of the tools; a call is returned under the client's
+name and in its form."""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+from cadenza.frontend.answers import ToolUse
+from cadenza.request import show
+from cadenza.server.errors import invalid_value, not_built
+from cadenza.server.fields.body import DeclaredObject, ObjectOf, further_members, optional
+from cadenza.server.fields.types import (
+    Boolean,
+    CheckedBy,
+    OneOf,
+    Schema,
+    String,
+    array_schema,
+    checked_dict,
+    field_type,
+    members_of,
+    object_schema,
+    refuse,
+)
+from cadenza.server.fields.unknown_members import unknown_members
+from cadenza.structured import MAX_STRUCTURED_BYTES
+from cadenza.text.answers.answer_grammar import Tool
+from cadenza.text.answers.input_grammar import InputGrammar
+
+MAX_NAME_CHARS = 128
+MAX_DESCRIPTION_CHARS = 32 << 10
+
+_NAME_CHARS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-.")
+
+_MEMBERS: Mapping[str, Schema] = {
+    "name": {"type": "string", "minLength": 1, "maxLength": MAX_NAME_CHARS},
+    "description": {"type": ["string", "null"]},
+    "parameters": {"type": ["object", "null"]},
+    "input_schema": {"type": ["object", "null"]},
+    "strict": {"type": ["boolean", "null"]},
+}
+_MESSAGE_TOOL: Mapping[str, Schema] = {
+    "type": {"enum": ["custom", None]},
+    "name": {"type": "string", "minLength": 1},
+    "description": {"type": ["string", "null"]},
+    "input_schema": {"type": "object"},
+    "input_examples": {"type": ["array", "null"], "items": {"type": "object"}},
+    "strict": {"type": ["boolean", "null"]},
+}
+_TOOL_LABELS = ("cache_control", "eager_input_streaming", "output_schema", "return")
+"""transformers writes `return` for a Python function."""
+_LABELS_BESIDE_FUNCTION = ("name", "strict")
+_UNSUPPORTED_MEMBERS: Mapping[str, tuple[str, object]] = {
+    "defer_loading": ("a tool that is loaded later", False),
+    "allowed_callers": ("a tool that code calls", ["direct"]),
+    "async": ("a tool whose result comes later", False),
+}
+"""The feature that each asks for, and the value that does not ask for it."""
+
+HOSTED = ("local_shell", "web_search", "web_search_preview", "image_generation")
+"""Tools that only OpenAI's servers run; they are left out."""
+_HOSTED_BY_ANTHROPIC = re.compile(
+    "^(web_search|web_fetch|code_execution|tool_search_tool_[a-z0-9]+)_[0-9]{8}$"
+)
+"""Those that only Anthropic's servers run."""
+
+_INPUT = "input"
+_TEXT_INPUT: Mapping[str, Any] = {
+    "type": "object",
+    "properties": {_INPUT: {"type": "string"}},
+    "required": [_INPUT],
+    "additionalProperties": False,
+}
+_WANTED = 'a list of tools such as {"type": "function", "function": {"name": …}}'
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResponseTool(Tool):
+    """A tool as a function. `own_name`: the one that the client gave; `name` has the namespace
+    before it. `given`: the object of a custom tool, or of the namespace, which a response
+    repeats."""
+
+    kind: Literal["function", "custom"] = "function"
+    own_name: str
+    namespace: str | None = None
+    given: Mapping[str, Any] | None = None
+
+
+def is_custom(tool: Tool) -> bool:
+    return isinstance(tool, ResponseTool) and tool.kind == "custom"
+
+
+def flat_name(namespace: str | None, name: str) -> str:
+    """The name of a function in a namespace as a function of its own."""
+    if not namespace:
+        return name
+    return f"{namespace}{name}" if namespace.endswith("__") else f"{namespace}__{name}"
+
+
+def text_of_input(arguments: str) -> str:
+    try:
+        found = members_of(json.loads(arguments)).get(_INPUT)
+    except ValueError:
+        return arguments
+    return found if isinstance(found, str) else arguments
+
+
+def arguments_of_input(text: str) -> str:
+    return json.dumps({_INPUT: text}, ensure_ascii=False)
+
+
+def _nested_schema() -> Schema:
+    members: dict[str, Schema] = {
+        "type": {"enum": ["function"]},
+        "function": _tool_schema(_MEMBERS, ("name",)),
+        **{name: {} for name in _LABELS_BESIDE_FUNCTION},
+    }
+    return _tool_schema(members, ("type", "function"))
+
+
+def _flat_schema() -> Schema:
+    return _tool_schema({"type": {"enum": ["function"]}, **_MEMBERS}, ("type", "name"))
+
+
+def _flat_custom_schema() -> Schema:
+    members = {"type": {"enum": ["custom"]}, **_MEMBERS, "format": {"type": "object"}}
+    del members["parameters"], members["input_schema"], members["strict"]
+    return _tool_schema(members, ("type", "name"))
+
+
+def _chat_schema() -> Schema:
+    members = {"type": {"enum": ["custom"]}, "custom": {"type": "object"}}
+    nested = [_nested_schema(), _tool_schema(members, ("type", "custom"))]
+    message = _tool_schema(_MESSAGE_TOOL, ("name", "input_schema"))
+    return {"anyOf": [*nested, _flat_schema(), _flat_custom_schema(), message]}
+
+
+def _response_schema() -> Schema:
+    space: dict[str, Schema] = {
+        "type": {"enum": ["namespace"]},
+        "name": {"type": "string"},
+        "tools": array_schema(_flat_schema()),
+    }
+    hosted: Schema = {"type": "object", "properties": {"type": {"enum": [*HOSTED]}}}
+    own = [_flat_schema(), _flat_custom_schema(), _nested_schema()]
+    return {"anyOf": [*own, object_schema(space), hosted]}
+
+
+def _message_schema() -> Schema:
+    own = _tool_schema(_MESSAGE_TOOL, ("name", "input_schema"))
+    kinds: Schema = {"type": "string", "pattern": _HOSTED_BY_ANTHROPIC.pattern}
+    return {"anyOf": [own, object_schema({"type": kinds})]}
+
+
+def _tool_schema(members: Mapping[str, Schema], required: tuple[str, ...]) -> Schema:
+    """The JSON Schema of an object that `_check_members` checks."""
+    off = {name: {"enum": [harmless, None]} for name, (_, harmless) in _UNSUPPORTED_MEMBERS.items()}
+    known: dict[str, Schema] = {**{name: {} for name in _TOOL_LABELS}, **off, **members}
+    return object_schema(known, required, additionalProperties=further_members())
+
+
+def _checked_tools(
+    name: str, value: object, read: Callable[[str, dict[str, Any]], Tool]
+) -> tuple[Tool, ...]:
+    if not isinstance(value, list):
+        raise refuse(name, value, _WANTED)
+    items = cast(list[object], value)
+    tools = tuple([read(name, checked_dict(name, item, _WANTED)) for item in items])
+    named: set[str] = set()
+    for tool in tools:
+        if tool.name in named:
+            raise invalid_value(f"{name} has two tools with the name {tool.name}", name)
+        named.add(tool.name)
+    return tools
+
+
+@field_type(lambda: array_schema(_nested_schema()))
+def function_tools(name: str, value: object) -> tuple[Tool, ...]:
+    return _checked_tools(name, value, _nested_function)
+
+
+@field_type(lambda: array_schema(_chat_schema()))
+def chat_tools(name: str, value: object) -> tuple[Tool, ...]:
+    return _checked_tools(name, value, _nested_tool)
+
+
+@field_type(lambda: array_schema(_response_schema()))
+def response_tools(name: str, value: object) -> tuple[ResponseTool, ...]:
+    items: object = value
+    if isinstance(value, list):
+        items = [*_flattened(name, cast(list[object], value))]
+    return cast(tuple[ResponseTool, ...], _checked_tools(name, items, _flat_tool))
+
+
+@field_type(lambda: array_schema(_message_schema()))
+def message_tools(name: str, value: object) -> tuple[Tool, ...]:
+    """Those of the client, without those that only Anthropic's servers run."""
+    items: object = value
+    if isinstance(value, list):
+        items = [each for each in cast(list[object], value) if not _is_run_by_anthropic(name, each)]
+    return _checked_tools(name, items, _message_tool)
+
+
+def _is_run_by_anthropic(name: str, tool: object) -> bool:
+    kind = members_of(tool).get("type")
+    if not isinstance(kind, str) or not _HOSTED_BY_ANTHROPIC.match(kind):
+        return False
+    unknown_members().ignore(f"{name}.{kind}")
+    return True
+
+
+_SPACE = "namespace of the tool"
+"""The key under which `_flat_tool` finds it; the blanks keep it from being a client's member."""
+
+
+def _flattened(name: str, value: list[object]) -> Iterator[object]:
+    for item in value:
+        members = members_of(item)
+        kind = members.get("type")
+        if kind in HOSTED:
+            unknown_members().ignore(f"{name}.{kind}")
+        elif kind == "namespace":
+            inner = members.get("tools")
+            if not isinstance(members.get("name"), str) or not isinstance(inner, list):
+                raise refuse(name, item, 'a namespace with a name and "tools": […]')
+            for each in cast(list[object], inner):
+                yield {**members_of(each), _SPACE: members}
+        else:
+            yield item
+
+
+def _nested_tool(name: str, members: dict[str, Any]) -> Tool:
+    """A tool of a chat, or one in the form of responses or messages, as agents send them here."""
+    kind = members.get("type")
+    if isinstance(members.get("input_schema"), dict) and kind in (None, "custom"):
+        return _message_tool(name, members)
+    if kind in ("function", "custom") and kind not in members and "name" in members:
+        return _flat_tool(name, members)
+    if kind != "custom":
+        return _nested_function(name, members)
+    _check_members(name, members, "type", "custom")
+    custom = members.get("custom")
+    if not isinstance(custom, dict):
+        raise refuse(name, members, 'tools such as {"type": "custom", "custom": {"name": …}}')
+    return _custom(name, cast(dict[str, Any], custom))
+
+
+def _nested_function(name: str, members: dict[str, Any]) -> Tool:
+    """A function in a member of its own, as in chat."""
+    _check_type(name, members, "function")
+    if not isinstance(members.get("function"), dict):
+        raise refuse(name, members, _WANTED)
+    _check_members(name, members, "type", "function", *_LABELS_BESIDE_FUNCTION)
+    function: dict[str, Any] = members["function"]
+    if function.get("name") is None and members.get("name") is not None:
+        function = {**function, "name": members["name"]}
+    _check_members(name, function, *_MEMBERS)
+    return _make_tool(name, function, _parameters_of(name, function))
+
+
+def _parameters_of(name: str, function: Mapping[str, Any]) -> object:
+    """Some clients write them under the name of the messages API. Raises ApiError (400)."""
+    own, other = function.get("parameters"), function.get("input_schema")
+    if own is not None and other is not None and own != other:
+        raise invalid_value(f"{name}: parameters and input_schema differ; give one of them", name)
+    return other if own is None else own
+
+
+def _flat_tool(name: str, members: dict[str, Any]) -> ResponseTool:
+    """A function whose members are next to its type, or a custom tool."""
+    own = {key: value for key, value in members.items() if key != _SPACE}
+    space = cast(dict[str, Any] | None, members.get(_SPACE))
+    if own.get("type") == "custom":
+        return _custom(name, own)
+    _check_type(name, own, "function")
+    if isinstance(own.get("function"), dict):  # as in chat
+        _check_members(name, own, "type", "function", *_LABELS_BESIDE_FUNCTION)
+        beside = {key: own[key] for key in _LABELS_BESIDE_FUNCTION if key in own}
+        own = {**beside, **cast(dict[str, Any], own["function"]), "type": "function"}
+    if own.get("type") != "function":
+        raise refuse(name, own, 'tools such as {"type": "function", "name": …}')
+    _check_members(name, own, "type", *_MEMBERS)
+    tool = _make_tool(name, own, _parameters_of(name, own))
+    namespace = None if space is None else cast(str, space["name"])
+    flat = {**own, "name": flat_name(namespace, tool.name)}
+    return _as_response_tool(
+        _make_tool(name, flat, tool.parameters),
+        own_name=tool.name,
+        namespace=namespace,
+        given=space,
+    )
+
+
+def _message_tool(name: str, members: dict[str, Any]) -> Tool:
+    _check_type(name, members, "custom")
+    _check_members(name, members, *_MESSAGE_TOOL)
+    if not isinstance(members.get("input_schema"), dict):
+        raise invalid_value(f"{name} has a tool without input_schema; give a JSON Schema", name)
+    examples = _examples(name, members.get("input_examples"))
+    return _make_tool(name, members, {**members["input_schema"], **examples})
+
+
+def _examples(name: str, value: object) -> dict[str, Any]:
+    """As the JSON Schema keyword, which constrains nothing; templates show it with the schema."""
+    if value in (None, []):
+        return {}
+    if not isinstance(value, list) or not all(
+        isinstance(each, dict) for each in cast(list[object], value)
+    ):
+        raise invalid_value(f"{name} has input_examples that are no list of objects", name)
+    return {"examples": value}
+
+
+def _custom(name: str, members: dict[str, Any]) -> ResponseTool:
+    _check_members(name, members, "type", "name", "description", "format")
+    form = members.get("format") or {"type": "text"}
+    kind = members_of(form).get("type")
+    if kind not in ("text", "grammar"):
+        raise invalid_value(f"{name} has a custom tool with the format {show(form)}", name)
+    grammar = None if kind == "text" else _grammar(name, members_of(form))
+    parameters = _TEXT_INPUT if grammar is None else _described(grammar)
+    tool = _make_tool(name, {**members, "strict": None}, parameters)
+    return _as_response_tool(tool, own_name=tool.name, kind="custom", input=grammar, given=members)
+
+
+def _grammar(name: str, form: dict[str, Any]) -> InputGrammar:
+    """Of a format; chat has its members within one more object. Raises ApiError (400)."""
+    given = members_of(form.get("grammar")) or form
+    syntax, definition = given.get("syntax"), given.get("definition")
+    if syntax not in ("lark", "regex"):
+        raise invalid_value(
+            f"{name} has a custom tool with a grammar of the syntax {show(syntax)}; give lark or "
+            f"regex",
+            name,
+        )
+    if not isinstance(definition, str) or not definition.strip():
+        raise invalid_value(
+            f"{name} has a custom tool with a grammar without a definition; give it as a text", name
+        )
+    if len(definition.encode(errors="replace")) > MAX_STRUCTURED_BYTES:
+        raise invalid_value(
+            f"{name}: the definition of a grammar has over {MAX_STRUCTURED_BYTES} bytes", name
+        )
+    return InputGrammar(syntax=syntax, definition=definition)
+
+
+def _described(grammar: InputGrammar) -> Mapping[str, Any]:
+    what = "a grammar in Lark's notation" if grammar.syntax == "lark" else "an expression"
+    told = f"A text that matches {what}:\n{grammar.definition}"
+    return {**_TEXT_INPUT, "properties": {_INPUT: {"type": "string", "description": told}}}
+
+
+def _as_response_tool(tool: Tool, **facts: Any) -> ResponseTool:
+    return ResponseTool(
+        name=tool.name,
+        description=tool.description,
+        parameters=tool.parameters,
+        is_strict=tool.is_strict,
+        **facts,
+    )
+
+
+def _make_tool(field: str, members: Mapping[str, Any], parameters: object) -> Tool:
+    """Of the given name, description and strictness. Raises ApiError (400) naming the field."""
+    name, description, strict = (members.get(key) for key in ("name", "description", "strict"))
+    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARS or set(name) - _NAME_CHARS:
+        raise invalid_value(
+            f"{field} has a function with the name {show(name)}; give 1 to {MAX_NAME_CHARS} "
+            f"letters, digits, '_', '-' and '.'",
+            field,
+        )
+    if description is not None and (
+        not isinstance(description, str) or len(description) > MAX_DESCRIPTION_CHARS
+    ):
+        raise invalid_value(
+            f"{field}: the description of {name} must be a text of at most "
+            f"{MAX_DESCRIPTION_CHARS} characters",
+            field,
+        )
+    if parameters is not None and not isinstance(parameters, dict):
+        raise invalid_value(f"{field}: the parameters of {name} must be a JSON Schema", field)
+    if strict is not None and not isinstance(strict, bool):
+        raise invalid_value(f"{field}: strict of {name} must be true or false", field)
+    schema = cast(dict[str, Any] | None, parameters)
+    if len(json.dumps(schema)) > MAX_STRUCTURED_BYTES:
+        raise invalid_value(
+            f"{field}: the parameters of {name} have over {MAX_STRUCTURED_BYTES} bytes", field
+        )
+    return Tool(name=name, description=description, parameters=schema, is_strict=bool(strict))
+
+
+def _check_type(name: str, members: Mapping[str, Any], known: str) -> None:
+    """Raises ApiError (400) naming a type of tool that is not known."""
+    kind = members.get("type")
+    if isinstance(kind, str) and kind != known:
+        advice = f"leave this tool out; those of the type {known} are served"
+        raise not_built(name, f"a tool of the type {show(kind)}", advice=advice)
+
+
+def _check_members(name: str, members: Mapping[str, Any], *known: str) -> None:
+    """Raises ApiError (400) naming a member that is not built, or unknown and refused by the
+    policy, or near a known name."""
+    for member, (what, harmless) in _UNSUPPORTED_MEMBERS.items():
+        if members.get(member) not in (None, harmless):
+            raise not_built(name, f"{what} ({member})", (harmless,))
+    unknown = unknown_members()
+    for key, value in members.items():
+        if value is None or key in known or key in _TOOL_LABELS or key in _UNSUPPORTED_MEMBERS:
+            continue
+        meant = unknown.suggestion(name, key, (*known, *_UNSUPPORTED_MEMBERS))
+        if meant is not None or unknown.policy == "refuse":
+            advice = "" if meant is None else f"; did you mean {meant}?"
+            raise invalid_value(f"{name} has a tool with a member {show(key)}{advice}", name)
+        unknown.ignore(f"{name}.{key}")
+
+
+CHOICES = ("none", "auto", "required")
+_OTHER_WORDS = {"any": "required"}
+"""Other APIs' words."""
+
+
+def _choice_type(
+    required: tuple[str, ...], named_in: Callable[[dict[str, Any]], dict[str, Any]]
+) -> CheckedBy[str]:
+    """none, auto, required, or an object with the `required` members; checked into these words or
+    the tool's name after a colon."""
+    named: Schema = {"type": "object", "required": [*required]}
+
+    @field_type({"anyOf": [OneOf((*CHOICES, *_OTHER_WORDS)).schema(), named]})
+    def choice(name: str, value: object) -> str:
+        if isinstance(value, str) and value in (*CHOICES, *_OTHER_WORDS):
+            return _OTHER_WORDS.get(value, value)
+        members = members_of(value)
+        if members.get("type") == "allowed_tools":
+            raise not_built(name, "a choice of allowed tools")
+        chosen = named_in(members).get("name")
+        if members.get("type") in ("function", "custom") and isinstance(chosen, str) and chosen:
+            return f":{chosen}"
+        raise refuse(name, value, "none, auto, required, or a function with its name")
+
+    return choice
+
+
+def _named_function(members: dict[str, Any]) -> dict[str, Any]:
+    """The object with the tool's name, which some clients write next to the type."""
+    kind = str(members.get("type"))
+    return members_of(members[kind]) if kind in members else members
+
+
+chat_tool_choice = _choice_type(("type",), _named_function)
+response_tool_choice = _choice_type(("type", "name"), lambda members: members)
+
+
+class _ChoiceMembers(DeclaredObject):
+    type = optional(OneOf(("auto", "any", "tool", "none")))
+    name = optional(String(min_chars=1, max_chars=128), "With the type tool.")
+    disable_parallel_tool_use = optional(Boolean(), default=False)
+
+
+@dataclass(frozen=True, slots=True)
+class AskedChoice:
+    """`choice` as `tool_use` takes it."""
+
+    choice: str
+    is_parallel: bool
+
+
+@field_type(_ChoiceMembers.object_schema)
+def message_tool_choice(name: str, value: object) -> AskedChoice:
+    members = ObjectOf(_ChoiceMembers).check(name, value)
+    kind, tool = members.type, members.name
+    if kind is None or (kind == "tool") != (tool is not None):
+        raise refuse(name, value, '{"type": auto, any or none}, or {"type": tool, "name": …}')
+    choice = f":{tool}" if kind == "tool" else _OTHER_WORDS.get(kind, kind)
+    return AskedChoice(choice, is_parallel=not members.disable_parallel_tool_use)
+
+
+def tool_use(
+    tools: tuple[Tool, ...] | None, choice: str | None, is_parallel: bool
+) -> ToolUse | None:
+    """None where no tool may be called. Raises ApiError (400)."""
+    if not tools:
+        if choice not in (None, "none", "auto"):
+            raise invalid_value(
+                "tool_choice asks for a call, but there are no tools", "tool_choice"
+            )
+        return None
+    match choice:
+        case "none":
+            return None
+        case None | "auto":
+            return ToolUse(tools=tools, is_parallel=is_parallel)
+        case "required":
+            return ToolUse(tools=tools, choice="required", is_parallel=is_parallel)
+        case _:
+            named = choice.removeprefix(":")
+    if named not in {tool.name for tool in tools}:
+        raise invalid_value(
+            f"tool_choice names {show(named)}, which is none of tools", "tool_choice"
+        )
+    return ToolUse(tools=tools, choice="required", named=named, is_parallel=is_parallel)

@@ -1,0 +1,10 @@
+"""OpenAI's API: completions, chat completions, responses.
+
+Modules:
+
+- `chat`, `completions`: body, prompts, choices and route of each
+- `responses`: the body of /v1/responses
+- `response_items`: its input items, and its members that are objects
+- `response_answer`: its answer and events
+- `stored_responses`: the routes of stored ones
+"""
