@@ -26,8 +26,8 @@ from cadenza.errors import ConfigError, show
 if TYPE_CHECKING:
     from cadenza.backends.base import Backend
 
+# `module:class` of each backend by its `--backend` name, in order of preference.
 Backends = Mapping[str, str]
-"""`module:class` of each backend by its `--backend` name, in order of preference."""
 
 BACKENDS: Backends = MappingProxyType(
     {
@@ -37,8 +37,8 @@ BACKENDS: Backends = MappingProxyType(
     }
 )
 
+# Backends that have the code of their models, so that they need no `ModelConfig`.
 OWN_MODEL_CODE = frozenset({"mlx"})
-"""Backends that have the code of their models, so that they need no `ModelConfig`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,13 +60,8 @@ class Machine:
 def resolve_backend(
     name: str, backends: Backends = BACKENDS, machine: Machine | None = None
 ) -> str:
-    """Resolves `auto` and checks the name. Imports nothing.
-
-    `auto` is mlx on Apple silicon, if it is installed, and the first backend elsewhere.
-
-    Raises:
-        ConfigError: there is no such backend.
-    """
+    """Checks the name and resolves `auto`: mlx on Apple silicon where it is installed, otherwise
+    the first backend. Imports nothing. Raises ConfigError for an unknown name."""
     if name == "auto":
         machine = machine or Machine.of_this_process()
         is_mlx = "mlx" in backends and machine.is_apple_silicon and machine.has_mlx

@@ -24,6 +24,14 @@ from cadenza.weights.weights import Weights
 
 ProductDType = WeightDType | Literal["int8"]
 Exactness = Literal["bitwise", "token"]
+# What a backend can do beyond plain tokens (`BackendTraits`), what of it a runner is asked for
+# (`RunnerSetup`), and what it has. `attachments`: it is an `ImageRunner` if it has image slots.
+# `drafts`: a row samples several tokens in a step, each with the bits of a step of its own, and a
+# token computed after a rejected one replaces it. `late_masks`: a step may be launched before its
+# masks are known (`ModelInputs.masks_follow`), and its handle is then a `LateStepHandle`.
+# `sparse_prompts`: it reads `TokenInputs.rope_positions` and `window_starts` of every token.
+# `scores`, `page_copies`: it is a `PromptScorer`, a `PageCopier`. `hidden_states`: it keeps that of
+# each token for `RunnerSetup.hidden_of`, with the bits of a runner that does not.
 Capability = Literal[
     "logprobs",
     "attachments",
@@ -35,37 +43,21 @@ Capability = Literal[
     "page_copies",
     "hidden_states",
 ]
-"""What a backend can do beyond plain tokens (`BackendTraits`), what of it a runner is asked for
-(`RunnerSetup`), and what it has. `attachments`: it is an `ImageRunner` if it has image slots.
-`drafts`: a row samples several tokens in a step, each with the bits of a step of its own, and a
-token computed after a rejected one replaces it. `late_masks`: a step may be launched before its
-masks are known (`ModelInputs.masks_follow`), and its handle is then a `LateStepHandle`.
-`sparse_prompts`: it reads `TokenInputs.rope_positions` and `window_starts` of every token.
-`scores`, `page_copies`: it is a `PromptScorer`, a `PageCopier`. `hidden_states`: it keeps that of
-each token for `RunnerSetup.hidden_of`, with the bits of a runner that does not."""
 KVArrangement = Literal["paged", "dense"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelMemory:
-    """Bytes that a model takes on a device.
-
-    Args:
-        row_bytes: of each row, for a context of any length.
-        state_bytes: of a slot of recurrent state (`EngineLimits.num_state_slots`); 0 for a model
-            without.
-        scratch_bytes: of everything that does not last longer than a step.
-        image_slot_bytes: of an image slot; 0 for a model that does not see.
-        image_work_bytes: of what is needed while an image is encoded.
-    """
+    """Bytes that a model takes on a device."""
 
     weight_bytes: int
     kv_bytes_per_token: int
-    row_bytes: int
-    scratch_bytes: int
+    row_bytes: int  # of each row, for a context of any length
+    scratch_bytes: int  # of everything that does not last longer than a step
+    # of a slot of recurrent state (`EngineLimits.num_state_slots`); 0 for a model without
     state_bytes: int = 0
-    image_slot_bytes: int = 0
-    image_work_bytes: int = 0
+    image_slot_bytes: int = 0  # of an image slot; 0 for a model that does not see
+    image_work_bytes: int = 0  # of what is needed while an image is encoded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,78 +72,64 @@ class CompiledSizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendTraits:
-    """The properties of a backend on a device, available before anything is loaded.
+    """The properties of a backend on a device, available before anything is loaded."""
 
-    Args:
-        name: display name of backend and device: `xla:cpu`.
-        ops: display name of the implementation of the model's operations.
-        exactness: what is identical for a request run alone and in any batch: every bit of its
-            results (bitwise), or its tokens only. `verify` compares accordingly.
-        dtypes: the supported compute types.
-        dtype_for: the default compute type for each checkpoint type.
-        quantizations: the supported values of `--quantization`.
-        keeps_packed_weights: `RunnerSetup.packed_weights` is read and written.
-        kv_cache_dtypes: the supported values of `--kv-cache-dtype`.
-        arithmetics: the supported values of `--arithmetic`.
-        max_num_batched_tokens: the default token budget.
-        device_memory_bytes: None if the device uses host memory or does not report its size.
-        device_total_bytes: all memory of a device that has its own, of which `device_memory_bytes`
-            can be allocated; None where that is unknown or the device uses host memory.
-        kv_layouts: the supported arrangements of KV, the default one first.
-        default_max_model_len: the longest context that is chosen by default; None is no bound.
-        unwritten_fill: what `verify` fills unwritten KV slots with: a value that changes every
-            result that depends on one. NaN, unless the backend multiplies masked values by 0.
-        compiled_for: None if programs are compiled when they are loaded.
-        slot_unit: after which tokens a slot of the dense layout can be continued by another
-            sequence (`core.slot_prefixes`); None if only pages are shared.
-        memory: the model's memory by compute type; None if it follows from its `ModelConfig`.
-        attention_span: after how many tokens of context attention may compute in another way;
-            `verify` plays prompts of more than two spans.
-        whole_span: tokens of an image, at most, that a step computes together because they see each
-            other both ways (the capability `whole_spans`); 0 if there are none.
-        capabilities: what its runners can have, of models that can.
-        fills_kv: whether it writes all KV slots when it starts, so that their memory is resident
-            before it is used.
-        process_bytes: private memory of a process beside its models: libraries and programs.
-        logit_copies: float32 arrays [L, V] that exist at the same time while tokens are chosen.
-        workspace_bytes: what a step's operations use for themselves, whatever the model.
-        has_float_results: whether the float32 result of a layer's widest product exists beside what
-            is made of it.
-        gathered_layers: how often a step holds one layer's keys, and values, of a whole context.
-        kernels_note: a sentence about kernels for the device that do not serve, or instructions
-            that it has and its kernels cannot use.
-        tile_rows: from how many rows products with quantised weights use tile registers, as text;
-            None without them.
-    """
-
-    name: str
-    ops: str
+    name: str  # display name of backend and device: `xla:cpu`
+    ops: str  # display name of the implementation of the model's operations
+    # what is identical for a request run alone and in any batch: every bit of its results
+    # (bitwise), or its tokens only. `verify` compares accordingly.
     exactness: Exactness
-    dtypes: tuple[WeightDType, ...]
+    dtypes: tuple[WeightDType, ...]  # the supported compute types
+    # the default compute type for each checkpoint type
     dtype_for: Mapping[WeightDType, WeightDType]
-    max_num_batched_tokens: int
+    max_num_batched_tokens: int  # the default token budget
+    # None if the device uses host memory or does not report its size
     device_memory_bytes: int | None
+    # all memory of a device that has its own, of which `device_memory_bytes` can be allocated; None
+    # where that is unknown or the device uses host memory
     device_total_bytes: int | None = None
-    quantizations: tuple[Quantization, ...] = ("none",)
-    keeps_packed_weights: bool = False
+    quantizations: tuple[Quantization, ...] = ("none",)  # the supported values of `--quantization`
+    keeps_packed_weights: bool = False  # `RunnerSetup.packed_weights` is read and written
+    # the supported values of `--kv-cache-dtype`
     kv_cache_dtypes: tuple[KVCacheDType, ...] = ("auto",)
-    arithmetics: tuple[Arithmetic, ...] = ("fast",)
+    arithmetics: tuple[Arithmetic, ...] = ("fast",)  # the supported values of `--arithmetic`
+    # the supported arrangements of KV, the default one first
     kv_layouts: tuple[KVArrangement, ...] = ("paged", "dense")
+    # the longest context that is chosen by default; None is no bound
     default_max_model_len: int | None = None
+    # what `verify` fills unwritten KV slots with: a value that changes every result that depends on
+    # one. NaN, unless the backend multiplies masked values by 0.
     unwritten_fill: float = nan
-    compiled_for: CompiledSizes | None = None
+    compiled_for: CompiledSizes | None = None  # None if programs are compiled when they are loaded
+    # after which tokens a slot of the dense layout can be continued by another sequence
+    # (`core.slot_prefixes`); None if only pages are shared
     slot_unit: int | None = None
+    # the model's memory by compute type; None if it follows from its `ModelConfig`
     memory: Mapping[WeightDType, ModelMemory] | None = None
+    # after how many tokens of context attention may compute in another way; `verify` plays prompts
+    # of more than two spans
     attention_span: int = 512
+    # tokens of an image, at most, that a step computes together because they see each other both
+    # ways (the capability `whole_spans`); 0 if there are none
     whole_span: int = 0
+    # what its runners can have, of models that can
     capabilities: frozenset[Capability] = frozenset({"drafts"})
+    # whether it writes all KV slots when it starts, so that their memory is resident before it is
+    # used
     fills_kv: bool = True
-    process_bytes: int = 0
+    process_bytes: int = 0  # private memory of a process beside its models: libraries and programs
+    # float32 arrays [L, V] that exist at the same time while tokens are chosen
     logit_copies: int = 0
-    workspace_bytes: int = 0
+    workspace_bytes: int = 0  # what a step's operations use for themselves, whatever the model
+    # whether the float32 result of a layer's widest product exists beside what is made of it
     has_float_results: bool = False
+    # how often a step holds one layer's keys, and values, of a whole context
     gathered_layers: int = 0
+    # a sentence about kernels for the device that do not serve, or instructions that it has and its
+    # kernels cannot use
     kernels_note: str | None = None
+    # from how many rows products with quantised weights use tile registers, as text; None without
+    # them
     tile_rows: str | None = None
 
 
@@ -303,49 +281,38 @@ class ProvenRunner(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerSetup:
-    """How to load a model onto a device.
-
-    Args:
-        device, ops: as in `Backend.describe`.
-        dtype: of activations, and of KV and weights that are not quantised; one of
-            `BackendTraits.dtypes`.
-        quantization: how weights are quantised while they are loaded; one of
-            `BackendTraits.quantizations`.
-        kv_cache_dtype: the type of KV; one of `BackendTraits.kv_cache_dtypes`.
-        arithmetic: one of `BackendTraits.arithmetics`.
-        fill: the initial value of KV slots (`verify` uses
-            `BackendTraits.unwritten_fill`); None leaves it to the backend: no slot is read before
-            it is written.
-        cache_folder: where to cache compiled programs; None disables the cache.
-        kv_of: a warm runner of the same model, perhaps with other weights, on whose KV and rows
-            this one computes; it has no pages of its own. `limits` may have a smaller token budget.
-        hidden_of: a warm runner that keeps hidden states, which this one reads, with equal numbers
-            of rows and pages; for a model with `ModelConfig.reads_hidden`, which shares embedding
-            and head. A step computes no sequence's first token, and a token that was
-            known when a step was packed from the hidden state kept for the one before it.
-        capabilities: what it must have beside what it always has; some of `BackendTraits`'s.
-        packed_weights: a file whose name stands for checkpoint, `quantization` and arithmetic: the
-            weights that were quantised, as an earlier load kept them. A backend may read and write
-            it; None: nothing is kept.
-        num_devices: how many devices of one kind share the model, from `device` on; only with
-            operations for that, whose bits do not depend on it.
-        num_image_slots: 0: no images are encoded; otherwise it must be an `ImageRunner`.
-    """
+    """How to load a model onto a device."""
 
     limits: EngineLimits
-    device: str = "auto"
+    device: str = "auto"  # with `ops`: as in `Backend.describe`
     ops: Ops = "auto"
+    # of activations, and of KV and weights that are not quantised; one of `BackendTraits.dtypes`
     dtype: WeightDType = "float32"
+    # how weights are quantised while they are loaded; one of `BackendTraits.quantizations`
     quantization: Quantization = "none"
-    kv_cache_dtype: KVCacheDType = "auto"
-    arithmetic: Arithmetic = "fast"
+    kv_cache_dtype: KVCacheDType = "auto"  # the type of KV; one of `BackendTraits.kv_cache_dtypes`
+    arithmetic: Arithmetic = "fast"  # one of `BackendTraits.arithmetics`
+    # the initial value of KV slots (`verify` uses `BackendTraits.unwritten_fill`); None leaves it
+    # to the backend: no slot is read before it is written
     fill: float | None = None
-    cache_folder: Path | None = None
+    cache_folder: Path | None = None  # where to cache compiled programs; None disables the cache
+    # a warm runner of the same model, perhaps with other weights, on whose KV and rows this one
+    # computes; it has no pages of its own. `limits` may have a smaller token budget.
     kv_of: "Runner | None" = None
+    # a warm runner that keeps hidden states, which this one reads, with equal numbers of rows and
+    # pages; for a model with `ModelConfig.reads_hidden`, which shares embedding and head. A step
+    # computes no sequence's first token, and a token that was known when a step was packed from the
+    # hidden state kept for the one before it.
     hidden_of: "Runner | None" = None
+    # what it must have beside what it always has; some of `BackendTraits`'s
     capabilities: frozenset[Capability] = frozenset()
+    # a file whose name stands for checkpoint, `quantization` and arithmetic: the weights that were
+    # quantised, as an earlier load kept them. A backend may read and write it; None: nothing is
+    # kept.
     packed_weights: Path | None = None
-    num_image_slots: int = 0
+    num_image_slots: int = 0  # 0: no images are encoded; otherwise it must be an `ImageRunner`
+    # how many devices of one kind share the model, from `device` on; only with operations for that,
+    # whose bits do not depend on it
     num_devices: int = 1
 
 
@@ -418,19 +385,14 @@ class Instruments(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """A runner with one known fault, which `verify` must detect.
-
-    Args:
-        layer: what it is planted in, for people: "attention", "a sliding window".
-        absent: why a model cannot show it; None if it can.
-        min_tokens: the longest prompt of the run must have at least this many tokens for the fault
-            to change a result.
-    """
+    """A runner with one known fault, which `verify` must detect."""
 
     name: str
-    layer: str
+    layer: str  # what it is planted in, for people: "attention", "a sliding window"
     load_runner: LoadRunner
-    absent: str | None = None
+    absent: str | None = None  # why a model cannot show it; None if it can
+    # the longest prompt of the run must have at least this many tokens for the fault to change a
+    # result
     min_tokens: int = 0
 
 

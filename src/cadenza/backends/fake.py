@@ -37,8 +37,7 @@ from cadenza.errors import RunnerError
 from cadenza.request import Attachment
 
 _NEVER_WRITTEN = -7
-WINDOW_START = -13
-"""Behind the first position that a token sees through a window."""
+WINDOW_START = -13  # behind the first position that a token sees through a window
 
 _MAX_LOGPROBS = 20
 NO_TOKEN = -1
@@ -300,7 +299,6 @@ class FakeRunner:
         return np.stack(found) if found else NO_HIDDEN
 
     def _history(self, inputs: ModelInputs, index: int, row: int) -> list[int]:
-        """The tokens up to that of logit row `index`, then a state that is not theirs."""
         token_index = inputs.logits.token_indices[index]
         num_before = int(inputs.tokens.positions[token_index]) + 1
         history = [
@@ -337,7 +335,6 @@ class FakeRunner:
 def _output(
     token_ids: np.ndarray, drawn: np.ndarray, hidden: npt.NDArray[np.float32]
 ) -> StepOutput:
-    """Log probabilities and top tokens are computed from the `drawn` tokens, also for targets."""
     count = len(token_ids)
     return StepOutput(
         token_ids=np.maximum(token_ids, 0),

@@ -15,11 +15,9 @@ from cadenza.batch.whole_spans import SpanShape
 from cadenza.errors import RunnerError
 from cadenza.request import Attachment
 
-UNSOUND = -11
-"""In a slot that nobody may read."""
+UNSOUND = -11  # in a slot that nobody may read
 
-_QUANTUM_TOKENS = 4
-"""Placeholders of each quantum."""
+_QUANTUM_TOKENS = 4  # placeholders of each quantum
 
 
 def image_value(part: Attachment, index: int, token_id: int) -> int:
@@ -30,7 +28,6 @@ def image_value(part: Attachment, index: int, token_id: int) -> int:
 
 
 def fake_image_work(part: Attachment) -> ImageWork:
-    """Two quanta for each few placeholders: one of products, one of attention."""
     count = 2 * -(-part.rows * part.columns // _QUANTUM_TOKENS)
     kinds = np.arange(count, dtype=np.float64) % 2
     pixels = np.float64(part.width * part.height)
@@ -38,7 +35,7 @@ def fake_image_work(part: Attachment) -> ImageWork:
 
 
 class FakeImages:
-    """`num_slots` slots; each has the image and index of a placeholder."""
+    """x"""
 
     def __init__(self, num_slots: int) -> None:
         self._slots: list[tuple[Attachment, int] | None] = [None] * num_slots
@@ -68,7 +65,6 @@ class FakeImages:
         return UNSOUND if found is None else image_value(*found, token_id)
 
     def spoil(self, slots: Iterable[int]) -> None:
-        """Overwrites slots that nobody may read."""
         for slot in slots:
             self._slots[slot] = None
 
@@ -82,7 +78,7 @@ def fake_span_shape(max_rows: int) -> SpanShape:
 
 @dataclass(slots=True, eq=False)
 class FakeSpans:
-    """The span that is being computed: the slots of its rows, and the passes that each had."""
+    """Of the span that is being computed: the slots of its rows, and how many passes each had."""
 
     slots: list[int] = field(default_factory=list[int])
     num_done: list[int] = field(default_factory=list[int])

@@ -13,14 +13,11 @@ from cadenza.errors import RunnerError
 WINDOW = 3
 _NO_TOKEN = -5
 _UNSOUND = -9
-EMPTY = (_NO_TOKEN,) * WINDOW
-"""The state before the first token: an empty window, and no tokens."""
-UNSOUND = (_UNSOUND,) * WINDOW
-"""A state of no prefix."""
+EMPTY = (_NO_TOKEN,) * WINDOW  # the state before the first token: an empty window, and no tokens
+UNSOUND = (_UNSOUND,) * WINDOW  # a state of no prefix
 
 
 def step(state: tuple[int, ...], token: int) -> tuple[int, ...]:
-    """The state after one more token."""
     return (*state[1:WINDOW], token, *state[WINDOW:], token)
 
 
@@ -30,7 +27,7 @@ def state_of(history: Sequence[int]) -> tuple[int, ...]:
 
 
 class FakeStates:
-    """`num_slots` slots for states of at most `max_tokens` tokens."""
+    """x"""
 
     def __init__(self, num_slots: int, max_tokens: int) -> None:
         self._words = np.empty((num_slots, 1 + WINDOW + max_tokens), np.int64)
@@ -40,12 +37,10 @@ class FakeStates:
         return len(self._words)
 
     def spoil(self, slots: Sequence[int]) -> None:
-        """Overwrites slots that nobody may read."""
         for slot in slots:
             self._write(slot, UNSOUND)
 
     def run(self, inputs: ModelInputs, token_ids: Sequence[int]) -> list[tuple[int, ...]]:
-        """Computes a step's tokens; returns the state after each of them."""
         starts, kept = inputs.rows.query_starts, inputs.tokens.state_slots
         after: list[tuple[int, ...]] = []
         for row, state in self._first_states(inputs).items():
@@ -71,7 +66,6 @@ class FakeStates:
             self._words[slot] = np.frombuffer(content, np.int64)
 
     def _first_states(self, inputs: ModelInputs) -> dict[int, tuple[int, ...]]:
-        """The states before the rows' first tokens, by row."""
         starts, kept = inputs.rows.query_starts, inputs.tokens.state_slots
         rows = [row for row in range(len(starts) - 1) if starts[row] < starts[row + 1]]
         writers: dict[int, set[int]] = {}

@@ -7,15 +7,14 @@ import numpy.typing as npt
 from cadenza.batch.step_schema import Int32Array, StepOutput
 from cadenza.config import MAX_LOGPROBS_BOUND
 
-NUM_TOP = MAX_LOGPROBS_BOUND
-"""Most top log probabilities that a step can report (`--max-logprobs`)."""
+NUM_TOP = MAX_LOGPROBS_BOUND  # most top log probabilities that a step can report (`--max-logprobs`)
 
 COLUMN_TOKEN, COLUMN_STATE, COLUMN_LOGPROB, COLUMN_RANK, COLUMN_TOP = range(5)
+# Columns of a step's result: token, row state, logprob bits, rank, top ids, top logprob bits.
 NUM_COLUMNS = COLUMN_TOP + 2 * NUM_TOP
-"""Columns of a step's result: token, row state, logprob bits, rank, top ids, top logprob bits."""
 
+# Row states: a logit is NaN or infinite · a token was chosen · the rules allow no token.
 STATE_NOT_FINITE, STATE_CHOSEN, STATE_NONE_ALLOWED = range(3)
-"""Row states: a logit is NaN or infinite · a token was chosen · the rules allow no token."""
 
 
 def read_result(rows: Int32Array, hidden: npt.NDArray[np.float32]) -> StepOutput:

@@ -7,16 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from cadenza.backends.arrays import Arrays
-from cadenza.backends.step_result import (
-    NUM_TOP,
-    STATE_CHOSEN,
-    STATE_NONE_ALLOWED,
-    STATE_NOT_FINITE,
-)
+from cadenza.backends.step_result import NUM_TOP, STATE_CHOSEN, STATE_NONE_ALLOWED, STATE_NOT_FINITE
 from cadenza.batch.step_schema import NO_RULES, LogitInputs
 
-Rows = LogitInputs[Any]
-"""The settings of the logit rows [L]."""
+Rows = LogitInputs[Any]  # the settings of the logit rows [L]
 
 _KEY_BITS = 32
 _SIGN = 1 << 31
@@ -73,7 +67,7 @@ class TokenChoice:
         return xp.where(is_finite, state, STATE_NOT_FINITE).astype(xp.int32)
 
     def _draw(self, logits: Any, rows: Rows) -> Any:
-        """Draws a token for each row [L]; the token of a row at temperature 0 is arbitrary."""
+        # The token of a row at temperature 0 is arbitrary.
         xp, temperature = self.arrays.xp, self.arrays.on_device(rows.temperature)
         scaled = logits / xp.where(temperature > 0, temperature, 1.0)[:, None]  # [L, V]
         has_filters = (
@@ -88,8 +82,7 @@ class TokenChoice:
         return xp.argmax(xp.where(kept, noisy, -xp.inf), axis=-1).astype(xp.int32)
 
     def _kept(self, scaled: Any, rows: Rows) -> Any:
-        """The tokens [L, V] kept by min-p and top-n-sigma, then top-k, then top-p; equal logits
-        stay together."""
+        # By min-p and top-n-sigma, then top-k, then top-p; equal logits stay together.
         xp, on_device = self.arrays.xp, self.arrays.on_device
         order, vocab_size = self._ordered(scaled), scaled.shape[1]
         maximum = xp.max(scaled, axis=-1, keepdims=True)
@@ -105,8 +98,8 @@ class TokenChoice:
         return kept & ((order >= floor_p[:, None]) | (top_p >= 1)[:, None])
 
     def _deviation(self, scaled: Any, maximum: Any) -> Any:
-        """The standard deviation [L, 1] of each row's logits that are not banned. Distances from
-        the maximum are scaled by the largest, so that squares do not overflow."""
+        # Of logits that are not banned; distances from the maximum, scaled so that squares do not
+        # overflow.
         xp = self.arrays.xp
         is_allowed = scaled > -xp.inf
         distance = xp.where(is_allowed, maximum - scaled, 0.0)
@@ -119,7 +112,7 @@ class TokenChoice:
         return xp.where(xp.isfinite(largest), largest * xp.sqrt(variance), xp.inf)
 
     def _ordered(self, values: Any) -> Any:
-        """uint32 keys in the order of the float32 values; 0.0 and -0.0 have the same key."""
+        # uint32 keys in the order of the float32 values; 0.0 and -0.0 have the same key.
         xp, sign = self.arrays.xp, self.arrays.word(_SIGN)
         bits = xp.where(values == 0, 0.0, values).view(xp.uint32)
         return xp.where(bits >= sign, ~bits, bits | sign)
@@ -147,7 +140,7 @@ class TokenChoice:
         return xp.concatenate([logprobs, rank[:, None], top_ids, top_logprobs], axis=1)
 
     def _top(self, logits: Any) -> tuple[Any, Any]:
-        """Ids and logits of the largest logits, descending, ties by id: [L, NUM_TOP] each."""
+        # Descending, ties by id.
         xp, set_at = self.arrays.xp, self.arrays.set_at
         rows = xp.arange(len(logits))
 

@@ -23,7 +23,10 @@ from cadenza.request import MAX_BAD_WORD_TOKENS
 
 @dataclass(frozen=True, slots=True)
 class TokenRules:
-    """The rules with the arrays of `arrays`."""
+    """Applies a row's record of rules to its logits, in this order: bans (tokens that are not
+    allowed, that would complete a bad word, and stop tokens before the minimum length); biases; the
+    repetition penalty on tokens of the context; the frequency penalty for each occurrence in the
+    output; the presence penalty once for each token of it."""
 
     arrays: Arrays
 
@@ -62,7 +65,6 @@ class TokenRules:
         is_end = (listed >= 0) & (following < 0)
 
         def look_back(state: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
-            """Matches the token `distance` before a word's end; a word ends before NONE."""
             distance, is_open, is_met = state
             wanted = listed[rows, xp.maximum(columns - distance, 0)]
             at = lengths - distance  # [L]

@@ -14,17 +14,13 @@ from cadenza.errors import CheckpointError, ConfigError
 from cadenza.weights.dtypes import WEIGHT_DTYPES
 
 PACKAGE = "iree-base-runtime"
-REQUIREMENT = f"{PACKAGE}==3.13.0"
-"""Of the bundled model's modules."""
+REQUIREMENT = f"{PACKAGE}==3.13.0"  # of the bundled model's modules
 
-PROCESS_BYTES = 96 << 20
-"""Libraries and modules of a process, beside weights and KV."""
+PROCESS_BYTES = 96 << 20  # libraries and modules of a process, beside weights and KV
 
-LOGIT_COPIES = 12
-"""As the plain operations have: the thresholds of top-k and top-p, and the rules."""
+LOGIT_COPIES = 12  # as the plain operations have: the thresholds of top-k and top-p, and the rules
 
-ATTENTION_SPAN = 128
-"""Attention passes over so many positions at a time."""
+ATTENTION_SPAN = 128  # attention passes over so many positions at a time
 
 
 class IreeBackend(Backend):
@@ -69,7 +65,7 @@ class IreeBackend(Backend):
         return IreeRunner(checkpoint, manifest, setup)
 
     def load_reference(self, checkpoint: Checkpoint, max_model_len: int) -> SequenceModel | None:
-        """That of the first backend, which shares no code with compiled modules; it needs JAX."""
+        # That of xla, which needs JAX: it shares no code with compiled modules.
         return find_backend("xla").load_reference(checkpoint, max_model_len)
 
     def _manifest(self, device: str, ops: Ops, checkpoint: Checkpoint) -> Manifest:

@@ -12,9 +12,9 @@ import numpy.typing as npt
 from cadenza.backends.iree.manifest import Array
 from cadenza.errors import CheckpointError, DeviceUnavailableError
 
+# With weights of at most so many bytes, the parts of a step take less time than threads need to
+# meet after each of them.
 ONE_THREAD_BYTES = 64 << 20
-"""With weights of at most so many bytes, the parts of a step take less time than threads need to
-meet after each of them."""
 
 _ELEMENTS = {
     "float32": rt.HalElementType.FLOAT_32,
@@ -24,8 +24,7 @@ _ELEMENTS = {
 _MEMORY = rt.MemoryType.DEVICE_LOCAL | rt.MemoryType.HOST_VISIBLE
 _USAGE = rt.BufferUsage.DEFAULT | rt.BufferUsage.MAPPING
 
-Buffer = Any
-"""`rt.HalBufferView`."""
+Buffer = Any  # `rt.HalBufferView`
 
 
 class IreeDevice:
@@ -58,7 +57,6 @@ class IreeDevice:
         return view
 
     def read(self, view: Buffer) -> npt.NDArray[Any]:
-        """A copy of a buffer's elements, once what writes it has run."""
         dtype = rt.HalElementType.map_to_dtype(view.element_type)
         return np.array(view.map().asarray(view.shape, dtype))
 
@@ -87,8 +85,7 @@ class LoadedProgram:
             raise CheckpointError(f"a compiled module has no function {name}; export it again")
 
     def call(self, arguments: Sequence[Buffer]) -> list[Buffer]:
-        """The results, each in place of the argument that it was compiled to take over. Waits
-        without the GIL."""
+        """The results, each in place of the argument that it takes over. Waits without the GIL."""
         given = rt.VmVariantList(len(arguments))
         for each in arguments:
             given.push_ref(each)

@@ -15,15 +15,12 @@ from cadenza.backends.base import CompiledSizes
 from cadenza.errors import CheckpointError
 from cadenza.weights.dtypes import WeightDType, item_bytes
 
-FOLDER = "iree"
-"""In a model's folder."""
+FOLDER = "iree"  # in a model's folder
 
 MANIFEST_FILE = "manifest.json"
-MADE_FILE = "parameters.safetensors"
-"""Parameters that are no tensors of the checkpoint."""
+MADE_FILE = "parameters.safetensors"  # parameters that are no tensors of the checkpoint
 
-SCOPE = "model"
-"""Of the parameters' names."""
+SCOPE = "model"  # of the parameters' names
 
 FORMAT = 1
 
@@ -31,8 +28,8 @@ MAX_MANIFEST_BYTES = 16 << 20
 MAX_MODULE_BYTES = 256 << 20
 
 _CPU_FILE = Path("/proc/cpuinfo")
+# How the names of features begin that compilers use.
 _FEATURES = ("adx", "aes", "amx", "asimd", "avx", "bmi", "f16c", "fma", "gfni", "ss", "sve")
-"""How the names of features begin that compilers use."""
 
 
 class Array(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -61,19 +58,14 @@ class WireField(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class CompiledProgram(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A module with one function, its name.
-
-    Args:
-        num_tokens, num_logits: of a step, padded; 0 of other programs.
-        fields: of a step's words.
-    """
+    """A module with one function, its name."""
 
     name: str
     file: str
     sha256: str
-    num_tokens: int = 0
+    num_tokens: int = 0  # with `num_logits`: of a step, padded; 0 of other programs
     num_logits: int = 0
-    fields: tuple[WireField, ...] = ()
+    fields: tuple[WireField, ...] = ()  # of a step's words
 
 
 class ModuleBucket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -89,35 +81,24 @@ class ModuleBucket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Compiled modules.
-
-    Args:
-        config: the SHA-256 of the model's config.json.
-        compiler: its version; a runtime has the same.
-        target: the compiler's backend: `llvm-cpu` or `vulkan-spirv`.
-        architecture, features: of the CPU, for `llvm-cpu`; see `Cpu`.
-        max_model_len: of a sequence; each row has a slot for so many tokens.
-        num_rule_words: of a rule record.
-        num_columns: of a step's result.
-    """
+    """Compiled modules."""
 
     format: int
-    config: str
-    compiler: str
-    target: str
+    config: str  # the SHA-256 of the model's config.json
+    compiler: str  # its version; a runtime has the same
+    target: str  # the compiler's backend: `llvm-cpu` or `vulkan-spirv`
     flags: tuple[str, ...]
-    architecture: str = ""
+    architecture: str = ""  # with `features`: of the CPU, for `llvm-cpu`; see `Cpu`
     features: tuple[str, ...] = ()
     dtype: WeightDType
     vocab_size: int
-    max_model_len: int
-    num_rule_words: int
-    num_columns: int
+    max_model_len: int  # of a sequence; each row has a slot for so many tokens
+    num_rule_words: int  # of a rule record
+    num_columns: int  # of a step's result
     parameters: tuple[Parameter, ...]
     buckets: tuple[ModuleBucket, ...]
 
     def bucket(self, num_rows: int) -> ModuleBucket | None:
-        """The smallest one for so many rows; None if there is none."""
         fitting = [each for each in self.buckets if each.num_rows >= num_rows]
         return min(fitting, key=lambda each: each.num_rows, default=None)
 

@@ -42,24 +42,21 @@ from cadenza.weights.dtypes import FORMAT_OF_NAME
 from cadenza.weights.safetensors_file import open_safetensors
 from cadenza.weights.stored_tensor import StoredTensor
 
-ALIGNMENT = 64
-"""Of what IREE uses in place."""
+ALIGNMENT = 64  # of what IREE uses in place
 
 AnyArray = npt.NDArray[Any]
 
 
 class Parameters:
-    """The parameters of a model's modules, whose arrays live as long as this, without copies:
-    tensors that lie one after the other in a mapped file, aligned, as `cadenza export` writes them,
-    are used there; others are put together in memory, once."""
+    """The parameters of a model's modules, alive as long as this: tensors that lie aligned, one
+    after the other, in a mapped file are used there, others are put together in memory, once."""
 
     def __init__(self, checkpoint: Checkpoint, manifest: Manifest) -> None:
         self._checkpoint = checkpoint
         self._manifest = manifest
         made_file = checkpoint.folder / FOLDER / MADE_FILE
         self._made = open_safetensors(made_file)[1] if made_file.exists() else {}
-        self.num_copied_bytes = 0
-        """Of those that are not part of a file."""
+        self.num_copied_bytes = 0  # of those that are not part of a file
         self._arrays = {each.name: self._load(each) for each in manifest.parameters}
 
     def provider(self) -> rt.ParameterProvider:
@@ -69,7 +66,6 @@ class Parameters:
         return index.create_provider(scope=SCOPE)
 
     def _load(self, parameter: Parameter) -> AnyArray:
-        """A flat array of the parameter's bytes. Raises CheckpointError."""
         shape, dtype = parameter.array.shape, _dtype_of(parameter)
         if parameter.rope is not None:
             rope = self._checkpoint.config.ropes[parameter.rope]
@@ -126,7 +122,6 @@ def _dtype_of(parameter: Parameter) -> np.dtype[Any]:
 
 
 def _is_in_place(stored: Sequence[StoredTensor], dtype: np.dtype[Any]) -> bool:
-    """Whether tensors are one aligned part of a file, in the type that is wanted."""
     first = stored[0]
     return (
         all(FORMAT_OF_NAME[each.dtype].numpy == dtype and each.encoding is None for each in stored)
@@ -243,7 +238,7 @@ class IreeRunner:
 
 
 def find_bucket(manifest: Manifest, setup: RunnerSetup) -> ModuleBucket:
-    """The programs for a setup's rows. Raises RunnerError if it wants what was not compiled."""
+    """Raises RunnerError if a setup wants what was not compiled."""
     limits, most = setup.limits, manifest.most
     bucket = manifest.bucket(max(limits.max_num_seqs, limits.num_pages))
     is_longer = limits.page_size > most.max_model_len or limits.max_pages_per_seq != 1
@@ -253,8 +248,6 @@ def find_bucket(manifest: Manifest, setup: RunnerSetup) -> ModuleBucket:
 
 
 class _Steps:
-    """What runs in the runner's thread."""
-
     def __init__(
         self, checkpoint: Checkpoint, manifest: Manifest, bucket: ModuleBucket, setup: RunnerSetup
     ) -> None:

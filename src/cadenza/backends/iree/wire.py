@@ -38,8 +38,7 @@ class WireMap:
         self._known = {each.name for each in program.fields}
 
     def words(self, inputs: ModelInputs) -> Int32Array:
-        """The words of a step that fits the program. Raises RunnerError if the step has what the
-        program was not compiled for."""
+        """Raises RunnerError if the step has what the program was not compiled for."""
         own = self._layout.empty_words()
         views = self._layout.views(own)
         self._copy(inputs.groups, views)
@@ -53,7 +52,7 @@ class WireMap:
         return packed
 
     def _check(self, views: StepGroups[Any]) -> None:
-        """Raises RunnerError for an index out of range, which the device would not bound."""
+        # The device would not bound an index.
         num_rows = self._layout.num_rows
         num_slots = num_rows * self._slot_size
         for name, values, least, end in (
@@ -74,7 +73,6 @@ class WireMap:
                 )
 
     def _copy(self, source: StepGroups[Any], target: StepGroups[Any]) -> None:
-        """Every field; other elements keep the values of padding."""
         for group in GROUPS:
             ours, theirs = getattr(target, group), getattr(source, group)
             for spec in specs_of(type(ours)):
@@ -90,7 +88,6 @@ class WireMap:
                     )
 
     def _words_of(self, field: WireField, views: StepGroups[Any]) -> Int32Array:
-        """The words of a field; those of a removed one stay 0."""
         group, _, name = field.name.partition(".")
         found = getattr(getattr(views, group), name, None)
         if found is None:

@@ -16,22 +16,20 @@ DTYPES: tuple[WeightDType, ...] = ("float32", "bfloat16", "float16")
 
 MAX_NUM_BATCHED_TOKENS = 512
 
+# Attention always covers a slot's whole capacity, so that its arithmetic does not depend on other
+# requests. A longer context costs time in every step and must be asked for with --max-model-len.
 DEFAULT_MAX_MODEL_LEN = 4096
-"""Attention always covers a slot's whole capacity, so that its arithmetic does not depend on other
-requests. A longer context costs time in every step and must be asked for with --max-model-len."""
 
+# MLX's CPU kernels sum over positions in order, independent of their number; prompts are cut into
+# calls of 64 tokens. The kernels are slow, so `verify` plays no longer prompts than it must.
 CPU_SPAN = 64
-"""MLX's CPU kernels sum over positions in order, independent of their number; prompts are cut into
-calls of 64 tokens. The kernels are slow, so `verify` plays no longer prompts than it must."""
 
-GPU_SPAN = 512
-"""Metal's and CUDA's kernels are chosen by the size of a call, too."""
+GPU_SPAN = 512  # Metal's and CUDA's kernels are chosen by the size of a call, too
 
+# Of the packages themselves: it works wherever this package was installed from.
 _INSTALL = f"pip install {'mlx[cpu]' if sys.platform == 'linux' else 'mlx'!r} mlx-lm"
-"""Of the packages themselves: it works wherever this package was installed from."""
 
-UNWRITTEN_FILL = 1000.0
-"""A large number: MLX multiplies masked values by 0, which would spread NaN."""
+UNWRITTEN_FILL = 1000.0  # a large number: MLX multiplies masked values by 0, which would spread NaN
 
 
 class MlxBackend(Backend):

@@ -6,8 +6,8 @@ import mlx.core as mx
 
 from cadenza.errors import ConfigError, DeviceUnavailableError
 
+# Bound of the buffers that MLX keeps for its next allocations; the plan counts them.
 CACHE_BYTES = 256 << 20
-"""Bound of the buffers that MLX keeps for its next allocations; the plan counts them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

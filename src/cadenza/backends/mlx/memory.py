@@ -21,8 +21,7 @@ from cadenza.errors import CheckpointError
 from cadenza.json_object import shorten
 from cadenza.weights.dtypes import WeightDType
 
-LOGIT_COPIES = 6
-"""Arrays [R, V] of float32 that exist at the same time while tokens are chosen."""
+LOGIT_COPIES = 6  # arrays [R, V] of float32 that exist at the same time while tokens are chosen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

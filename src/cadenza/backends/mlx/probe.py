@@ -13,21 +13,21 @@ from cadenza.backends.mlx.slots import SlotSizes
 from cadenza.backends.mlx.zoo import ZooModel
 from cadenza.errors import CheckpointError
 
+# Token ids, of different lengths; their last two are decoded together.
 SEQUENCES = ((3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5), (2, 7, 1, 8))
-"""Token ids, of different lengths; their last two are decoded together."""
 
 NUM_DECODED = 2
 CHUNK_SIZES = (16,)
 CAPACITY = 32
 
 TOLERANCES = {mx.float32: 1e-3}
+# Largest deviation of a logit, relative to the spread of a token's logits; for 16-bit types.
 TOLERANCE = 0.06
-"""Largest deviation of a logit, relative to the spread of a token's logits; for 16-bit types."""
 
 
+# What a model's code raises that takes an array for a number (as its offset), or the reverse:
+# Python's own errors, those of numpy, and those of MLX, which are the last three.
 REFUSALS = (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError)
-"""What a model's code raises that takes an array for a number (as its offset), or the reverse:
-Python's own errors, those of numpy, and those of MLX, which are the last three."""
 
 
 def find_abilities(loaded: ZooModel) -> Abilities:
@@ -54,7 +54,6 @@ def find_abilities(loaded: ZooModel) -> Abilities:
 
 
 def _agrees(compute: Callable[[], list[mx.array]], expected: Sequence[mx.array]) -> bool:
-    """Whether logits are as expected; False if the model's code raises."""
     try:
         found = compute()
         mx.eval(*found)
@@ -71,7 +70,6 @@ def _is_close(found: mx.array, expected: mx.array) -> bool:
 
 
 def _own_logits(loaded: ZooModel, token_ids: Sequence[int]) -> mx.array:
-    """The logits [2, V] of the last tokens with mlx-lm's caches."""
     caches, rows = loaded.new_caches(), []
     head = token_ids[:-NUM_DECODED]
     loaded.model(mx.array([head]), cache=caches)
@@ -81,7 +79,6 @@ def _own_logits(loaded: ZooModel, token_ids: Sequence[int]) -> mx.array:
 
 
 def _slot_logits(model: SlotModel) -> list[mx.array]:
-    """The same in slots, where the sequences are decoded together: [2, V] for each."""
     slots = (2, 0)
     for slot, token_ids in zip(slots, SEQUENCES, strict=True):
         model.extend(slot, 0, mx.array(token_ids[:-NUM_DECODED]))

@@ -11,8 +11,7 @@ import numpy.typing as npt
 
 from cadenza.backends.mlx.zoo import load_zoo_model, set_dtype
 
-PREFILL_STEP = 2048
-"""Tokens of a prompt in one call, as in mlx-lm."""
+PREFILL_STEP = 2048  # tokens of a prompt in one call, as in mlx-lm
 
 
 class MlxReferenceModel:

@@ -43,11 +43,9 @@ from cadenza.request import MAX_BAD_WORD_TOKENS
 Int32Array = npt.NDArray[np.int32]
 Result = TypeVar("Result")
 
-CPU_CHUNK_SIZES = (16, CHUNK)
-"""MLX's CPU kernels give a token the same bits in calls of every size."""
+CPU_CHUNK_SIZES = (16, CHUNK)  # MLX's CPU kernels give a token the same bits in calls of every size
 
-GPU_CHUNK_SIZES = (CHUNK,)
-"""Metal's kernels are chosen by the size of a call, so there is one size."""
+GPU_CHUNK_SIZES = (CHUNK,)  # Metal's kernels are chosen by the size of a call, so there is one size
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,8 +162,6 @@ class _ThreadState:
 
 
 class _Steps:
-    """What runs in the runner's thread."""
-
     def __init__(
         self, folder: Path, vocab_size: int, device: MlxDevice, setup: RunnerSetup
     ) -> None:
@@ -277,7 +273,6 @@ class _Steps:
         return needed
 
     def _decode(self, decoded: list[DecodedToken]) -> mx.array:
-        """Computes one token of each row: logits [B, V]."""
         num_slots = self._sizes.num_slots
         ids = np.zeros(num_slots, np.int32)
         positions = np.zeros(num_slots, np.int32)
@@ -296,7 +291,6 @@ class _Steps:
         return self._model.decode(tokens, positions, active, ending)
 
     def _known(self, ids: mx.array, rows: mx.array) -> mx.array:
-        """Token ids in which LAST_SAMPLED is replaced by the last token of its row."""
         return mx.where(ids == LAST_SAMPLED, self._last_sampled[rows], ids)
 
     def _choose(self, inputs: ModelInputs, step: StepSplit, logits: mx.array) -> mx.array:
@@ -315,7 +309,6 @@ class _Steps:
         return choices
 
     def _ruled(self, logits: mx.array, rows: LogitInputs[Any]) -> mx.array | None:
-        """The logits after token rules; None if no row has any."""
         has_rules = rows.rule_record != NO_RULES
         if not has_rules.any():
             return None
@@ -330,7 +323,6 @@ class _Steps:
 
 
 def _first_rows(logits: LogitInputs[Any], count: int, size: int) -> LogitInputs[Any]:
-    """The first `size` logit rows; those from `count` on choose greedily."""
     cut = {each.name: getattr(logits, each.name)[:size].copy() for each in fields(logits)}
     rows = replace(logits, **cut)
     for values, off in (
@@ -346,7 +338,6 @@ def _first_rows(logits: LogitInputs[Any], count: int, size: int) -> LogitInputs[
 
 
 def _longest_bad_word(records: Int32Array) -> int:
-    """Tokens of the longest bad word in records [L, W], which NONE separates."""
     listed = records[:, BAD_WORDS : BAD_WORDS + MAX_BAD_WORD_TOKENS]
     ends = np.flatnonzero(np.pad(listed < 0, ((0, 0), (0, 1)), constant_values=True))
     return int(np.diff(ends, prepend=-1).max()) - 1

@@ -12,12 +12,12 @@ _Reader = Callable[[Mapping[str, Any]], Settings]
 
 TEXT_CONFIG = "text_config"
 
+# Text models by themselves, and the type of mlx-lm that reads their settings and tensors.
 TEXT_TYPES: Mapping[str, str] = {
     "gemma4_unified_text": "gemma4_text",
     "qwen3_5_text": "qwen3_5",
     "qwen3_5_moe_text": "qwen3_5_moe",
 }
-"""Text models by themselves, and the type of mlx-lm that reads their settings and tensors."""
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
@@ -50,8 +50,8 @@ def _own_settings(config: Mapping[str, Any]) -> Settings:
 
 
 def _rope_settings(config: Mapping[str, Any]) -> Settings:
-    """`rope_parameters` as the `rope_theta` and `rope_scaling` that most models of mlx-lm read;
-    some know a scaling's kind as `type` only."""
+    # Most models of mlx-lm read `rope_theta` and `rope_scaling`; some know a scaling as `type`
+    # only.
     parameters = config.get("rope_parameters")
     if not isinstance(parameters, dict):
         return {}
@@ -82,7 +82,6 @@ def _with_mscale(scaling: Settings) -> Settings:
 
 
 def _granite_settings(config: Mapping[str, Any]) -> Settings:
-    """The kinds of layers by mlx-lm's names, and what it takes for settings that are absent."""
     changes: Settings = {"time_step_limit": [0.0, math.inf]}
     types = config.get("layer_types")
     if isinstance(types, list):
@@ -95,8 +94,6 @@ def _granite_settings(config: Mapping[str, Any]) -> Settings:
 
 
 def _interval(name: str) -> _Reader:
-    """Every how many layers have full attention, which mlx-lm reads in place of their types."""
-
     def read(config: Mapping[str, Any]) -> Settings:
         types = config.get("layer_types")
         if not isinstance(types, list) or _FULL not in types:

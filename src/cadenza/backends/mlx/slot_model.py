@@ -25,20 +25,15 @@ from cadenza.errors import RunnerError
 
 Int32Array = npt.NDArray[np.int32]
 
-CHUNK = 64
-"""Tokens of the largest call. With recurrent layers prompts are cut at multiples of it."""
+CHUNK = 64  # tokens of the largest call. With recurrent layers prompts are cut at multiples of it.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Abilities:
-    """What a model's code allows, found by `probe.find_abilities`.
+    """What a model's code allows, found by `probe.find_abilities`."""
 
-    Args:
-        is_ragged: rows of different lengths can decode in one call; otherwise each has its own.
-        is_padded: a call may end with padding; otherwise every length has a call of its own size.
-    """
-
-    is_ragged: bool
+    is_ragged: bool  # rows of different lengths can decode in one call; otherwise each has its own
+    # a call may end with padding; otherwise every length has a call of its own size
     is_padded: bool
 
 
@@ -91,10 +86,9 @@ class SlotModel:
         return self._run(tokens[:, None], call)[:, 0]
 
     def extend(self, slot: int, start: int, tokens: mx.array) -> None:
-        """Computes tokens of a slot whose logits are not needed. A recurrent layer's arithmetic
-        depends on the cuts into calls: its tokens wait until they fill a call that begins at a
-        multiple of the largest size, or until the logits of a later token are needed, so that cuts
-        follow from positions."""
+        """Computes tokens of a slot whose logits are not needed. Those of recurrent layers, whose
+        bits depend on cuts, wait until they fill a call that begins at a multiple of the largest
+        size, or until a later token's logits are needed, so that cuts follow from positions."""
         if not start:
             self._restart(slot)
         if not self.has_state:
@@ -162,7 +156,6 @@ class SlotModel:
         return [array for each in self._layers for array in each.arrays()]
 
     def drop_slots(self) -> None:
-        """Drops all slots; they are allocated again by the next call."""
         for each in self._layers:
             each.drop()
         self._lengths[:] = 0
@@ -185,7 +178,6 @@ class SlotModel:
         return mx.concatenate([own.get(slot, nothing) for slot in range(self._sizes.num_slots)])
 
     def _next_size(self, start: int, count: int) -> tuple[int, int]:
-        """How many of `count` tokens a call from `start` on computes, and its padded size."""
         largest = self._chunk_sizes[-1]
         if not self.abilities.is_padded:
             size = min(count, largest - start % largest)

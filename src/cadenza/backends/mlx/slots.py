@@ -13,12 +13,12 @@ from cadenza.errors import CheckpointError
 
 Masks = dict[int | None, mx.array]
 
+# mlx-lm's layers from latents to keys and values, which a call of one token applies to queries.
 _LATENT_LAYERS = ("MultiLinear", "QuantizedMultiLinear")
-"""mlx-lm's layers from latents to keys and values, which a call of one token applies to queries."""
 
+# What is kept of a slot's recurrent state: after the last whole chunk of its prompt, from where
+# other prompts can go on, and before the prompt's last token, where its samples part.
 Snapshot = Literal["border", "end"]
-"""What is kept of a slot's recurrent state: after the last whole chunk of its prompt, from where
-other prompts can go on, and before the prompt's last token, where its samples part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,6 @@ class RaggedCall:
         return self.positions
 
     def mask(self, capacity: int, num_tokens: int, window: int | None) -> mx.array:
-        """Which positions each token attends to: [B, 1, 1, S]."""
         assert num_tokens == 1
         return _mask(self.masks, self.positions[:, None], capacity, window)
 
@@ -56,7 +55,6 @@ class SlotCall:
         return self.start
 
     def mask(self, capacity: int, num_tokens: int, window: int | None) -> mx.array:
-        """Which positions each token attends to: [1, 1, C, S]."""
         positions = mx.arange(self.start, self.start + num_tokens)[None]
         return _mask(self.masks, positions, capacity, window)
 
@@ -65,7 +63,6 @@ Call = RaggedCall | SlotCall
 
 
 def _mask(masks: Masks, positions: mx.array, capacity: int, window: int | None) -> mx.array:
-    """The attention mask [B, 1, C, S] of queries at `positions` [B, C]; made once a call."""
     if window not in masks:
         keys = mx.arange(capacity)
         mask = keys <= positions[:, :, None]
@@ -135,7 +132,6 @@ class KVSlots(LayerSlots):
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """The keys and values of the call's slots, for layers that share those of another one."""
         if isinstance(self._call, SlotCall):
             slot = self._call.slot
             return self.keys[slot : slot + 1], self.values[slot : slot + 1]
@@ -264,7 +260,7 @@ class StateSlots(LayerSlots):
 
 
 class ListSlots:
-    """Several kinds of slots of one layer, which take the place of mlx-lm's `CacheList`."""
+    """In place of mlx-lm's `CacheList`."""
 
     def __init__(self, parts: Sequence["CacheSlots"]) -> None:
         self.caches = tuple(parts)
@@ -277,8 +273,7 @@ CacheSlots = KVSlots | StateSlots | ListSlots
 
 
 def new_slots(caches: Sequence[Any], sizes: SlotSizes) -> list[CacheSlots]:
-    """The slots in place of mlx-lm's `caches`, one for each layer. Raises CheckpointError for a
-    kind of cache that has no slots."""
+    """In place of mlx-lm's `caches`. Raises CheckpointError for a cache that has no slots."""
     return [_slots_for(cache, sizes) for cache in caches]
 
 

@@ -52,8 +52,8 @@ class StepSplit:
     def of(
         cls, inputs: ModelInputs, slot_of_row: npt.NDArray[np.intp], *, has_cuts: bool
     ) -> "StepSplit":
-        """A row's last token is decoded if its logits are needed, so that the call that gives them
-        has one shape; with cuts the first token of all is not."""
+        # A row's last token is decoded if its logits are needed, so that the call that gives them
+        # has one shape; with cuts the first token of all is not.
         starts = inputs.rows.query_starts
         indices = inputs.logits.token_indices[: inputs.num_logits].tolist()
         split, wanted = cls(sources=np.zeros(len(indices), np.int32)), frozenset(indices)
@@ -78,8 +78,6 @@ class StepSplit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RowTokens:
-    """The tokens of one row; `wanted` are the indices of those whose logits are needed."""
-
     inputs: ModelInputs
     row: int
     slot: int
@@ -98,7 +96,6 @@ class _RowTokens:
         return int(self.inputs.tokens.positions[self.begin])
 
     def cut(self, *, has_cuts: bool) -> tuple[int, int]:
-        """The index from which tokens are single, and that from which they are decoded."""
         begin, start, last = self.begin, self.start, self.end - 1
         is_decoded = last in self.wanted and not (has_cuts and start + last == begin)
         stop = last if is_decoded else self.end

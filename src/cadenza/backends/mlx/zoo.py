@@ -37,8 +37,8 @@ class ZooModel:
 
 
 def load_zoo_model(folder: Path) -> ZooModel:
-    """The model of a checkpoint, whose weights are read when used. Raises CheckpointError if mlx-lm
-    does not have the type, or cannot load the weights."""
+    """Weights are read when used. Raises CheckpointError if mlx-lm lacks the type, or cannot load
+    the weights."""
     zoo = open_zoo()
     model = zoo.load(folder)
     return ZooModel(model, lambda: zoo.new_caches(model))
@@ -57,7 +57,7 @@ def set_dtype(loaded: ZooModel, name: WeightDType) -> None:
 
 
 class Zoo:
-    """The imported parts of mlx-lm. Use `open_zoo`, which makes one for the process."""
+    """Use `open_zoo`, which makes one for the process."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -12,17 +12,16 @@ from cadenza.weights.weights import Weights
 
 PORTABLE = "portable"
 
+# Of a table of tests, which computes the bits of instructions that the CPU lacks.
 _EMULATED = "_emulated"
-"""Of a table of tests, which computes the bits of instructions that the CPU lacks."""
 
+# Weights whose products take time; routers are small.
 _LARGE: frozenset[TensorKind] = frozenset({"embedding", "head", "linear", "tower"})
-"""Weights whose products take time; routers are small."""
 
 
 def takes_portable_kernels(model: ModelConfig, weights: Weights, setup: RunnerSetup) -> bool:
-    """Whether a step takes the kernels without bf16 instructions: if they were asked for, or cost
-    nothing, since integer codes in all large weights and in KV leave only norms and routers to
-    them."""
+    """Whether a step takes the kernels without bf16 instructions: on request, or where they cost
+    nothing, since integer codes in all large weights and in KV leave only norms and routers."""
     if setup.arithmetic == "portable":
         return True
     dtype: WeightDType = "float32" if setup.dtype == "float32" else "bfloat16"
@@ -34,8 +33,7 @@ def takes_portable_kernels(model: ModelConfig, weights: Weights, setup: RunnerSe
 
 
 def name_class(isa: str, portable_isa: str, *, is_portable: bool, dtype: str) -> str:
-    """The class of a step of the table `isa`; that of `portable_isa` is in the portable class. The
-    products of float32 are the same in both."""
+    """The class of a step of the table `isa`; products of float32 are the same in all."""
     own = isa.removesuffix(_EMULATED)
     has_same_bits = is_portable or isa == portable_isa or dtype == "float32"
     return PORTABLE if has_same_bits else own

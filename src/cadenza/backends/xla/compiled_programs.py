@@ -14,10 +14,10 @@ from typing import Any
 
 import jax
 
+# JAX warns so of each program.
 _FAILURE = re.compile(
     r"Error (reading|writing) persistent compilation cache entry for '.*?': (.*)", re.DOTALL
 )
-"""JAX warns so of each program."""
 _ERRNO = re.compile(r"^\w*Error: \[Errno \d+\] ")
 _LINES = {
     "writing": "compiled programs cannot be kept in %s (%s): everything else goes on, and the next "
@@ -48,7 +48,6 @@ def enable_compilation_cache(folder: Path) -> None:
 
 
 def _log_once(folder: str) -> None:
-    """Logs the first failure of each kind in one line, in place of JAX's warning of each."""
     warnings.filterwarnings("always", _FAILURE.pattern)
     shown = warnings.showwarning
     if not isinstance(shown, _Failures):
@@ -60,8 +59,6 @@ def _log_once(folder: str) -> None:
 
 @dataclass(slots=True, kw_only=True)
 class _Failures:
-    """`warnings.showwarning`: failures of the cache go to the log, others where they went."""
-
     others: Callable[..., None]
     folder: str
     reported: set[str] = field(default_factory=set[str])
@@ -80,7 +77,7 @@ class _Failures:
 
 
 def _remove_partial(folder: Path) -> None:
-    """Removes a partly written file, which JAX would read, and never write again."""
+    # JAX would read a partly written file, and never write it again.
     with suppress(OSError):
         age_s, path = min((time.time() - each.stat().st_mtime, each) for each in folder.iterdir())
         if age_s < JUST_S:

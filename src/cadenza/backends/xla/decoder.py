@@ -42,12 +42,12 @@ MIXERS = {
     ConvSpec: ShortConv,
     ScanSpec: SelectiveScan,
 }
+# By the declaration of a layer's mixer, and of its MLP.
 FEED_FORWARDS: dict[type, Any] = {
     GatedMLPSpec: GatedMLP,
     ExpertMLPSpec: ExpertMLP,
     ParallelMLPSpec: ParallelMLP,
 }
-"""By the declaration of a layer's mixer, and of its MLP."""
 
 
 class Layer(NamedTuple):
@@ -75,7 +75,6 @@ class Layer(NamedTuple):
     def mix(
         self, context: StepContext, index: int, stream: Residual, pools: LayerPools
     ) -> tuple[jax.Array, LayerPools]:
-        """The mixer's output, as activations [T, ·], and the pools with what it keeps."""
         normed = stream.normed(context.ops, self.mixer_norm)
         return self.mixer.mix(context, index, normed, pools)
 
@@ -109,8 +108,8 @@ class DecoderWeights(NamedTuple):
 
 
 class LayerOutputs(NamedTuple):
-    """`kept` are the hidden states of all tokens that the model's MTP layers take: those before the
-    final norm, float32, or those after it, as activations (`MTPLayout.takes_normed`)."""
+    """`kept`: what the model's MTP layers take of all tokens, before the final norm, float32, or
+    after it, as activations (`MTPLayout.takes_normed`)."""
 
     hidden: jax.Array  # [L, E], after the final norm, as activations
     pools: LayerPools
@@ -128,8 +127,7 @@ def load_decoder(source: WeightSource, max_model_len: int) -> DecoderWeights:
 def load_mtp_layer(
     source: WeightSource, max_model_len: int, target: DecoderWeights
 ) -> DecoderWeights:
-    """As `load_decoder`, of a model that reads the hidden states of `target` and shares its
-    embedding and head."""
+    """As `load_decoder`, with the embedding and head of `target`, whose hidden states it reads."""
     return _load_rest(source, max_model_len, target.embedding, target.head)
 
 
@@ -150,7 +148,6 @@ def _load_rest(
 
 
 def _num_image_parts(context: StepContext) -> int:
-    """Those of the embeddings of the step's images; 0 where there are none."""
     vision = context.model.vision
     if vision is None or context.images is None:
         return 0
@@ -170,8 +167,6 @@ class DecoderStream(NamedTuple):
     def of(
         cls, context: StepContext, weights: DecoderWeights, read_hidden: jax.Array | None = None
     ) -> "DecoderStream":
-        """Of the tokens, and of float32 hidden states [T, E] if the model reads them
-        (`reads_hidden`)."""
         x = _enter_stream(context, weights, read_hidden)
         stream = Residual(x, context.step.num_tokens)
         num_image_parts = 0 if read_hidden is not None else _num_image_parts(context)
@@ -189,7 +184,6 @@ class DecoderStream(NamedTuple):
     def after(
         self, context: StepContext, layer: Layer, index: int, mixed: jax.Array
     ) -> "DecoderStream":
-        """The same with the stream after layer `index`, from what its mixer gave."""
         stream = layer.add(context.ops, mixed, self.stream)
         if layer.inputs is not None:
             assert self.inputs is not None, "the model has per-layer embeddings"
@@ -223,8 +217,7 @@ def run_layers(
     *,
     keeps_hidden: bool = False,
 ) -> LayerOutputs:
-    """All layers of a step. `keeps_hidden` computes the last layer for all tokens, which changes no
-    bit."""
+    """`keeps_hidden` computes the last layer for all tokens, which changes no bit."""
     ops, step = context.ops, context.step
     at = DecoderStream.of(context, weights, read_hidden)
     last = len(weights.layers) - 1

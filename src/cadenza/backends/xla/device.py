@@ -10,14 +10,12 @@ from jax._src import xla_bridge
 
 from cadenza.errors import ConfigError, DeviceUnavailableError
 
-DEFAULT_FRACTION = 0.75
-"""Of a GPU's memory that JAX takes if the environment does not say how much."""
+DEFAULT_FRACTION = 0.75  # of a GPU's memory that JAX takes if the environment does not say how much
 
 _FRACTION_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 _PLATFORMS = {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}
-_EXTRAS = {"cuda": "cuda13", "tpu": "tpu"}
-"""JAX's extra that has a kind of device."""
+_EXTRAS = {"cuda": "cuda13", "tpu": "tpu"}  # JAX's extra that has a kind of device
 
 
 def find_device(name: str) -> Any:

@@ -25,13 +25,11 @@ from cadenza.batch.token_rules import RuleLayout
 from cadenza.models.model_config import ModelConfig
 from cadenza.weights.weights import Weights
 
-SCOPE = "model"
-"""Of the parameters' names."""
+SCOPE = "model"  # of the parameters' names
 
 _TYPES = {"float32": "f32", "bfloat16": "bf16", "int32": "i32"}
 
-_MAIN = "func.func public @main("
-"""How the function begins that JAX exports."""
+_MAIN = "func.func public @main("  # how the function begins that JAX exports
 
 
 _LOCATION = re.compile(r' loc\((#loc\d*|"[^"]*"(\(#loc\d*\))?)\)|^#loc.*\n', re.MULTILINE)
@@ -57,12 +55,9 @@ class ExportedModel:
 
 
 def export_programs(model: ModelConfig, weights: Weights, setup: RunnerSetup) -> ExportedModel:
-    """The programs `decode` (a token a row), `prompt` (`MAX_TOKENS` tokens) and `copy` (of a page).
-
-    `decode` and `prompt` take (wire [·], page table [R, P], rule records [L, W], state…) and return
-    (state…, result [L, C]); `decode` has a result for each row only. `copy` takes (source page and
-    destination [2], state…) and returns the state.
-    """
+    """The programs `decode` (a token and a result a row), `prompt` (`MAX_TOKENS` tokens), both
+    (wire [·], page table [R, P], rule records [L, W], state…) to (state…, result [L, C]), and
+    `copy` of a page, (source and destination [2], state…) to the state."""
     return _Export(model, weights, setup).run()
 
 
@@ -126,8 +121,7 @@ class _Export:
         return _export("copy", copy, [_words(2)], self._state, [])
 
 
-_Kept = tuple[LayerPools, Any, Any]
-"""Pools, last sampled tokens, token history."""
+_Kept = tuple[LayerPools, Any, Any]  # pools, last sampled tokens, token history
 
 
 def _kept(state: DeviceState) -> _Kept:
@@ -150,7 +144,6 @@ def _export(
     state: Sequence[Any],
     weights: Sequence[Any],
 ) -> ExportedProgram:
-    """A module whose function `name` takes `own` and `state` only."""
     inputs = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in (*own, *state, *weights)]
     exported = jax.export.export(jax.jit(function, keep_unused=True), platforms=["cpu"])(*inputs)
     text = exported.mlir_module()

@@ -28,8 +28,8 @@ def keep_states(stored: jax.Array, hidden: jax.Array, slots: jax.Array, dtype: A
 def read_states(
     stored: jax.Array, own: jax.Array, step: StepArrays, is_drawn: jax.Array, dtype: Any
 ) -> jax.Array:
-    """Float32 [T, E] for the tokens of a head's step (`as_head_step`): those of their slots, or of
-    `own` [R, E] for tokens that `is_drawn` [T] marks."""
+    """Float32 [T, E]: those stored for the tokens' slots, or `own` [R, E] of their rows where
+    `is_drawn` [T]."""
     of_target = stored[jnp.maximum(step.tokens.slots, 0)]
     chosen = jnp.where(is_drawn[:, None], own[step.token_rows], of_target)
     if dtype == jnp.bfloat16:
@@ -40,7 +40,7 @@ def read_states(
 def keep_newest(
     own: jax.Array, hidden: jax.Array, logits: LogitInputs[jax.Array], dtype: Any
 ) -> jax.Array:
-    """`own` [R, E] with the last hidden states [L, E] of the logit rows, one for a row at most."""
+    """`own` [R, E] with the last hidden states [L, E] of the logit rows, at most one a row."""
     return set_rows(own, logits.rows, _to_stored(hidden, dtype), logits.token_indices >= 0)
 
 

@@ -33,20 +33,18 @@ class InFlight:
         weakref.finalize(owner, self.close).atexit = False
 
     def add(self, *results: jax.Array) -> int:
-        """Stores the results of a step launched under `lock`; returns the key for `read`."""
+        """Returns the key for `read`; under `lock`."""
         key = next(self._keys)
         self._unread[key] = results
         return key
 
     def results(self, key: int) -> tuple[jax.Array, ...]:
-        """What the device computes of a step; to be used under `lock`. Raises RunnerError as `read`
-        does."""
+        """As the device computes them; under `lock`. Raises RunnerError as `read` does."""
         if key not in self._unread:
             raise RunnerError("the step was dropped before it was read")
         return self._unread[key]
 
     def replace(self, key: int, *results: jax.Array) -> None:
-        """Stores what the device computes of a step after what is stored, under `lock`."""
         self._unread[key] = results
 
     def check_open(self) -> None:
@@ -63,8 +61,7 @@ class InFlight:
             return tuple([np.array(each) for each in self._unread.pop(key)])
 
     def finish(self) -> None:
-        """Waits for every unread step and discards its result or error. Does nothing in a forked
-        child, where the device's threads do not exist."""
+        # Nothing in a forked child, where the device's threads do not exist.
         if os.getpid() != self._process_id:
             return
         with self.lock:
@@ -79,7 +76,7 @@ class InFlight:
         atexit.unregister(self.finish_at_exit)
 
     def finish_at_exit(self) -> None:
-        """Waits for all steps and keeps the lock, so that daemon threads block here, not in JAX."""
+        """Keeps the lock, so that daemon threads block here, not in JAX."""
         if os.getpid() == self._process_id:
             self.lock.acquire()
             self._has_exited = True

@@ -27,11 +27,10 @@ from cadenza.config import EngineLimits
 from cadenza.errors import ConfigError
 from cadenza.kernel_proof import KernelProof
 
+# Of each row of a step of prompts: a span of attention and a part of the next.
 SEQUENCE_TOKENS = 700
-"""Of each row of a step of prompts: a span of attention and a part of the next."""
 
-GROWTH = 1.35
-"""From one compared token to the next; the first ones follow each other."""
+GROWTH = 1.35  # from one compared token to the next; the first ones follow each other
 
 MOST_THREADS = 8
 
@@ -40,8 +39,8 @@ _OVER_POOLS = frozenset(
     {"rope_append_attend", "latent_attend", "gated_delta", "short_conv", "selective_scan"}
 )
 
+# Operations whose second operand is one weight, and the first activations.
 _PRODUCTS = frozenset({"linear", "gated_linear", "next_token"})
-"""Operations whose second operand is one weight, and the first activations."""
 
 _Indices = npt.NDArray[np.int32]
 
@@ -111,7 +110,6 @@ class ProofTokens:
         return np.array(found, np.int32)
 
     def rows(self, sizes: Sequence[int]) -> tuple[int, ...]:
-        """The numbers of rows of products in steps of `sizes`: of tokens, or of logits."""
         num_logits = StepLayout(1, self._limits.max_num_seqs).num_logits
         return tuple(sorted({*sizes, *(min(size, num_logits) for size in sizes)}))
 
@@ -120,7 +118,6 @@ class ProofTokens:
         return self._num_tokens(self._limits.max_num_batched_tokens)
 
     def _num_tokens(self, size: int) -> int:
-        """The tokens of a step of `size`: no more than the rows hold."""
         return min(size, self._length * self._limits.max_num_seqs)
 
     def can_be_single(self, size: int) -> bool:
@@ -140,8 +137,6 @@ class ProofTokens:
     def _step(
         self, size: int, indices: npt.NDArray[Any], rows: npt.NDArray[Any], places: _Indices
     ) -> ProofInputs:
-        """Tokens of prompts by their indices, in `rows`, and a token drawn after each of those at
-        `places`, every other one at random."""
         layout = StepLayout(size, self._limits.max_num_seqs)
         groups = layout.views(layout.empty_words())
         owners, positions = np.divmod(indices, self._length)
@@ -196,7 +191,6 @@ class ProofSteps:
         self._compiled: dict[int, Any] = {}
 
     def _new_pools(self, num_pages: int) -> LayerPools:
-        """KV that no step has written is NaN."""
         model = self._spec.model
         kv = (self._ops.new_kv_pool(group, num_pages, np.nan) for group in model.kv_groups)
         if model.recurrence is None:
@@ -205,13 +199,11 @@ class ProofSteps:
         return LayerPools(tuple(kv), states)
 
     def products(self, inputs: ProofInputs) -> tuple[Product, ...]:
-        """One of each shape, of those that a step like `inputs` has."""
         self._program.trace(self._weights, self._pools, inputs)
         return tuple(self._products.values())
 
     def compile(self, inputs: Mapping[int, ProofInputs]) -> None:
-        """Compiles the programs of steps by size in parallel; they are traced one after another,
-        since an op table records one program at a time."""
+        # Traced one after another, since an op table records one program at a time.
         lowered = [
             self._program.trace(self._weights, self._pools, each).lower()
             for each in inputs.values()
@@ -257,7 +249,6 @@ class ProofSteps:
         return ops.compute_watched(decode)
 
     def _note_product(self, call: Call, leaves: Sequence[Any]) -> None:
-        """Keeps the weight that is on the device for `leaves`, a program's abstract inputs."""
         if call.name not in _PRODUCTS:
             return
         x, weight, *_ = call.used
@@ -302,7 +293,6 @@ class _Taps:
 
 
 def num_first(spec: DecoderSpec, weights: DecoderWeights) -> int:
-    """How many of the first layers have at least one of each kind."""
     kinds: dict[Any, int] = {}
     for index, (kind, layer) in enumerate(zip(spec.model.layer_kinds, weights.layers, strict=True)):
         leaves, tree = jax.tree.flatten(layer)

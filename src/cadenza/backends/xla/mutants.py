@@ -44,14 +44,13 @@ class FaultyTable(NamedTuple):
     page_size: int
 
 
-Change = Callable[[FaultyTable, Given], Given]
-"""What an operation is given instead."""
+Change = Callable[[FaultyTable, Given], Given]  # what an operation is given instead
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerFault:
-    """A fault in one operation of the table; `layers` names the type, as in "the model has no …".
-    With `needs_windows` a prompt is longer than a window (`backends.base.Fault.min_tokens`)."""
+    """`layers` names the type, as in "the model has no …". `needs_windows`: a prompt must be longer
+    than a window."""
 
     name: str
     layers: str
@@ -72,12 +71,10 @@ class LayerFault:
 
 
 def _busy_rows(step: StepArrays) -> jax.Array:
-    """[R]: whether a row has tokens in the step."""
     return step.rows.query_starts[1:] > step.rows.query_starts[:-1]
 
 
 def _next_rows(step: StepArrays) -> jax.Array:
-    """[R]: of each row the next one with tokens in the step, or itself."""
     is_busy = _busy_rows(step)
     rows = jnp.arange(len(is_busy))
     others = (rows[:, None] + 1 + rows) % len(rows)  # [R, R], the row itself last
@@ -263,10 +260,11 @@ _NOT_BUILT = {
 }
 
 
+# With a longest prompt of this many tokens, two rows of a step are past position 656.
 FAR_TOKENS = 1200
-"""With a longest prompt of this many tokens, two rows of a step are past position 656."""
 
 _NO_NATIVE_FAULT = 0
+# Name, layer, value of `cadenza::Fault` and `Fault.min_tokens` of each fault.
 _NATIVE_FAULTS = (
     ("blocks relative instead of absolute", _ATTENTION, 1, 0),
     ("a page of another row", _ATTENTION, 2, 0),
@@ -274,7 +272,6 @@ _NATIVE_FAULTS = (
     ("key taken from the row index", _DRAWS, 4, 0),
     ("padding multiplied instead of skipped", _ATTENTION, 5, 0),
 )
-"""Name, layer, value of `cadenza::Fault` and `Fault.min_tokens` of each fault."""
 
 _CUDA_FAULTS = (*_NATIVE_FAULTS, ("sums in an order that depends on the rows", _PRODUCTS, 6, 0))
 
@@ -331,8 +328,7 @@ def _loads(make_ops: MakeOps) -> LoadRunner:
 
 
 def _native_table(fault: int) -> MakeOps:
-    """Makes op tables with `fault`. The fault is global: making a table replaces the previous."""
-
+    # The fault is global: making a table replaces the previous.
     def make(spec: DecoderSpec) -> OpTable:
         library = load_faulty_library()
         library.handle.cadenza_inject_fault(fault)
@@ -348,8 +344,6 @@ class UnprovenCudaOps(CudaOps):
 
 
 def _cuda_table(load: Callable[[], CudaLibrary], fault: int) -> MakeOps:
-    """As `_native_table`, of the kernels for GPUs, which are not proved when they are loaded."""
-
     def make(spec: DecoderSpec) -> OpTable:
         library = load()
         library.handle.cadenza_cuda_inject_fault(fault)

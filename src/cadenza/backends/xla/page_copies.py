@@ -13,14 +13,11 @@ import numpy as np
 from cadenza.batch.step_schema import Int32Array
 from cadenza.errors import RunnerError
 
-ITEMS_PER_CALL = 16
-"""Pages or slots per call of the programs."""
+ITEMS_PER_CALL = 16  # pages or slots per call of the programs
 
-TakeArrays = Callable[[Any], Any]
-"""The arrays that the items of a state consist of."""
+TakeArrays = Callable[[Any], Any]  # the arrays that the items of a state consist of
 
-PutArrays = Callable[[Any, Any], Any]
-"""A state with those arrays replaced."""
+PutArrays = Callable[[Any, Any], Any]  # a state with those arrays replaced
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +72,6 @@ def padded_items(items: Sequence[int]) -> Int32Array:
 
 
 def bytes_of_items(arrays: Any, count: int) -> list[bytes]:
-    """The bytes of the first `count` items, from what `read_function` gave."""
     leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(arrays)]  # [ITEMS_PER_CALL, ·]
     return [b"".join([leaf[k].tobytes() for leaf in leaves]) for k in range(count)]
 

@@ -11,8 +11,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 from cadenza.backends.xla.ops.split import AXIS
 
+# The weights of the device with this index, as a tree of host arrays.
 LoadPart = Callable[[int], Any]
-"""The weights of the device with this index, as a tree of host arrays."""
 
 
 class DevicePlacement(Protocol):
@@ -32,7 +32,7 @@ class DevicePlacement(Protocol):
         ...
 
     def jit_new(self, function: Callable[[], Any]) -> Any:
-        """A function without arguments, to compile, whose results lie as `wrap` says."""
+        """A function without arguments whose results lie as `wrap` says."""
         ...
 
     def wrap(self, function: Callable[..., Any], arguments: Any, results: Any) -> Any:

@@ -45,47 +45,39 @@ from cadenza.backends.xla.page_copies import (
 from cadenza.backends.xla.placement import DevicePlacement
 from cadenza.backends.xla.vision.tower_state import TowerState, tower_state
 from cadenza.backends.xla.wire import are_last_sampled, unpack
-from cadenza.batch.step_schema import (
-    NO_TARGET,
-    NUM_EXTRA_LOGIT_ROWS,
-    StepLayout,
-)
+from cadenza.batch.step_schema import NO_TARGET, NUM_EXTRA_LOGIT_ROWS, StepLayout
 from cadenza.batch.token_rules import MASK, RuleLayout
 from cadenza.config import PAGE_SIZE_UNIT
 from cadenza.models.model_config import ModelConfig
 
 Compiled = Callable[..., Any]
 
-PAGE_UPDATES = 256
-"""Page-table entries per call of `write_page_table`."""
+PAGE_UPDATES = 256  # page-table entries per call of `write_page_table`
 
-PAGE_COPIES = 64
-"""Pages per call of `copy_pages`."""
+PAGE_COPIES = 64  # pages per call of `copy_pages`
 
-MASK_ROWS = 32
-"""Records per call of `copy_rules` and `write_masks`."""
+MASK_ROWS = 32  # records per call of `copy_rules` and `write_masks`
 
-_Options = dict[str, str | bool]
-"""Compiler options of XLA."""
+_Options = dict[str, str | bool]  # compiler options of XLA
 
+# By platform. The concurrency-optimised schedule runs operations on XLA's own threads beside the
+# kernels, which use every core: a step of one row takes 10 % longer.
 STEP_OPTIONS: dict[str, _Options] = {
     "cpu": {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 }
-"""By platform. The concurrency-optimised schedule runs operations on XLA's own threads beside the
-kernels, which use every core: a step of one row takes 10 % longer."""
 
+# By platform, for programs that only pass integers on. Without XLA's optimisations they take some
+# microseconds more with hundreds of rows, and are compiled sooner: in a third of the time, where
+# XLA can still generate the code of fusions without MLIR.
 _ROUTING_OPTIONS: dict[str, _Options] = {
     "cpu": {"xla_backend_optimization_level": "0"}
     | ({"xla_cpu_use_fusion_emitters": False} if jax.__version_info__ < (0, 11, 1) else {})
 }
-"""By platform, for programs that only pass integers on. Without XLA's optimisations they take some
-microseconds more with hundreds of rows, and are compiled sooner: in a third of the time, where XLA
-can still generate the code of fusions without MLIR."""
 
 
+# By platform: a GPU has many buckets, each of which takes XLA a second. On a CPU there are few, and
+# XLA uses threads itself.
 _COMPILING_THREADS = {"gpu": min(8, os.cpu_count() or 1)}
-"""By platform: a GPU has many buckets, each of which takes XLA a second. On a CPU there are few,
-and XLA uses threads itself."""
 
 
 class RowState(NamedTuple):
@@ -122,9 +114,8 @@ class RowPrograms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Programs:
-    """The compiled programs; `step` maps a bucket (padded tokens) to its step. `begin` and `choose`
-    are its two parts, for steps whose masks follow; none if XLA sees the operations of a step, or
-    the model reads hidden states."""
+    """`step` maps a bucket (padded tokens) to its step; `begin` and `choose` to its two parts, for
+    steps whose masks follow: none if XLA sees the operations, or the model reads hidden states."""
 
     new_state: Compiled
     rows: RowPrograms
@@ -139,9 +130,9 @@ class Programs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepProgram:
-    """The programs of a step of one size, to compile or export. A step has three parts: its tokens
-    enter, its layers run, its tokens are chosen. `begin` is the first two and `choose` the third,
-    for steps whose masks follow. `num_logits` are the logit rows that it computes; None is all."""
+    """A step of one size, to compile or export: its tokens enter, its layers run, its tokens are
+    chosen. `begin` is the first two and `choose` the third, for steps whose masks follow.
+    `num_logits` are the logit rows that it computes; None is all."""
 
     ops: OpTable
     spec: DecoderSpec
@@ -153,8 +144,8 @@ class StepProgram:
         self, weights: DecoderWeights, state: DeviceState, wire: jax.Array, kept: Any = None
     ) -> tuple[DeviceState, jax.Array, jax.Array]:
         """(weights, state, wire [·]) to (state, result [L, C], last hidden states [L, E]). A model
-        that reads hidden states takes as `kept` those of another runner, [slots, E]; no token of
-        the step may then be the first of its sequence."""
+        that reads hidden states takes those of another runner, `kept` [slots, E]; no token of the
+        step may be a sequence's first."""
         state, arrays, read_hidden = self.enter(state, wire, kept)
         context = self.context(weights, state, arrays)
 
@@ -244,8 +235,7 @@ class StepProgram:
 
 
 def _with_choices(rows: RowState, arrays: StepArrays, result: jax.Array) -> RowState:
-    """The rows with the last token that the step chooses for each, if any. The logit rows of a row
-    are in ascending order of position."""
+    # The logit rows of a row are in ascending order of position.
     logits, last_sampled = arrays.logits, rows.last_sampled
     is_choice = (logits.token_indices >= 0) & (logits.targets == NO_TARGET)  # [L]
     indices = jnp.arange(len(is_choice), dtype=jnp.int32)
@@ -264,7 +254,6 @@ def write_page_table(rows: RowState, updates: jax.Array) -> RowState:
 
 
 def write_rules(rows: RowState, row: jax.Array, record: jax.Array) -> RowState:
-    """Sets a row's token rules [W]."""
     return rows._replace(rule_records=rows.rule_records.at[row].set(record))
 
 
@@ -283,7 +272,6 @@ def write_masks(rows: RowState, records: jax.Array, masks: jax.Array) -> RowStat
 
 
 def scores_of_row(scores: jax.Array, row: jax.Array) -> jax.Array:
-    """The sums [positions] of a row's queries, of `LayerPools.scores`."""
     return scores[1, row]
 
 
@@ -424,6 +412,7 @@ def can_split_steps(ops: OpTable, model: ModelConfig) -> bool:
     return ops.is_opaque and not model.reads_hidden
 
 
+# Of what each of several devices has a part.
 _STATE = DeviceState(
     pools=cast(Any, True),
     rows=cast(Any, False),
@@ -433,7 +422,6 @@ _STATE = DeviceState(
     tower=cast(Any, False),
     span=False,
 )
-"""Of what each of several devices has a part."""
 
 
 def compile_programs(
@@ -488,8 +476,7 @@ class _Compiler:
     def _start_step(
         self, compiling: Executor, bucket: int, weights: DecoderWeights
     ) -> list[tuple[int, str, "Future[Compiled]"]]:
-        """The parts of a step that are being compiled: bucket, name and program. They are traced
-        one after another, since an op table records one program at a time."""
+        # Traced one after another, since an op table records one program at a time.
         spec, setup = self._spec, self._setup
         layout = StepLayout(bucket, setup.limits.max_num_seqs)
         program = StepProgram(

@@ -42,7 +42,6 @@ class SeenImages:
         return np.where(is_image, self._fill_token_id, token_ids), is_image, found
 
     def positions(self, start: int, stop: int) -> npt.NDArray[np.int32]:
-        """Time, row and column of the tokens at indices [start, stop): [stop - start, 3]."""
         return positions_of(self._attachments, stop)[start:]
 
 

@@ -10,8 +10,7 @@ from cadenza.models.layer_kind import LatentShape
 
 _EPS = 1e-6
 
-Cache = tuple[jax.Array, jax.Array]
-"""Keys [N, H, D] and values [N, H, Dv]."""
+Cache = tuple[jax.Array, jax.Array]  # keys [N, H, D] and values [N, H, Dv]
 
 
 def new_latent_cache(shape: LatentShape, context: int) -> Cache:
@@ -64,7 +63,6 @@ class LatentHeads:
         return jnp.concatenate([plain, wide], axis=-1), value
 
     def _rotate(self, heads: jax.Array, factors: jax.Array) -> jax.Array:
-        """Rotates pairs of heads [C, H, rotary_size] as complex numbers, in place."""
         half = factors.shape[-1] // 2
         turn = jax.lax.complex(factors[:, :half], factors[:, half:])[:, None, :]
         if not self.shape.pairs_neighbours:

@@ -13,11 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cadenza.backends.xla.reference_images import SeenImages
-from cadenza.backends.xla.reference_inputs import (
-    add_layer_input,
-    layer_inputs,
-    parallel_mixture,
-)
+from cadenza.backends.xla.reference_inputs import add_layer_input, layer_inputs, parallel_mixture
 from cadenza.backends.xla.reference_latent import LatentHeads, new_latent_cache
 from cadenza.backends.xla.reference_recurrences import BlockTensors, net_of, new_state
 from cadenza.backends.xla.reference_rope import reference_rope
@@ -34,8 +30,7 @@ from cadenza.models.rope_config import RopeConfig, YarnRopeScaling
 from cadenza.request import Attachment
 from cadenza.weights.weights import Weights
 
-CHUNK = 64
-"""Prompt tokens per forward pass; the last chunk is padded."""
+CHUNK = 64  # prompt tokens per forward pass; the last chunk is padded
 
 EMBEDDING = "model.embed_tokens.weight"
 
@@ -82,7 +77,6 @@ class ReferenceModel:
         return self._model.vocab_size
 
     def _padded_rope(self, max_model_len: int, rope: RopeConfig | None) -> npt.NDArray[np.float32]:
-        """[N, rotary_dim]: the factors of `max_model_len` positions, then zeros up to N."""
         factors = reference_rope(rope, max_model_len)
         return np.pad(factors, ((0, self._context - len(factors)), (0, 0)))
 
@@ -121,7 +115,6 @@ class ReferenceModel:
         return logits
 
     def _forward(self, token_ids: npt.NDArray[np.int32], chunk: _Chunk) -> jax.Array:
-        """The logits [V] after the last token of a chunk [C]."""
         is_image, rows = None, np.zeros((len(token_ids), 0, self._model.hidden_size), np.float32)
         if self._images is not None:
             token_ids, is_image, rows = self._images.take(token_ids)
@@ -172,7 +165,6 @@ class ReferenceModel:
     def _feed_forward(
         self, layer: _Tensors, x: jax.Array, hidden: jax.Array, kind: LayerKind
     ) -> jax.Array:
-        """Of the stream x, whose norm is `hidden`."""
         experts = self._model.experts
         if experts is None or not kind.has_experts:
             return self._mlp(layer, hidden)
@@ -205,7 +197,6 @@ class ReferenceModel:
         return _project(layer, f"{prefix}.{names.down}", inner)
 
     def _mixture(self, layer: _Tensors, x: jax.Array) -> jax.Array:
-        """The weighted sum of all experts; those that are not chosen have weight 0."""
         experts = self._model.experts
         assert experts is not None, "the model has no experts"
         names, activation = experts.names, self._model.activation
@@ -291,8 +282,6 @@ class ReferenceModel:
     def _query_key_value(
         self, layer: _Tensors, x: jax.Array, heads: HeadShape
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-        """Query, key and value heads [C, H, D], with the model's norms applied, and the outputs'
-        gates."""
         model = self._model
         if model.has_fused_tensors:
             fused = _project(layer, "self_attn.qkv_proj", x)
@@ -320,7 +309,6 @@ class ReferenceModel:
         return query, key, value, gate
 
     def _norm(self, x: jax.Array, weight: jax.Array | None) -> jax.Array:
-        """The RMS norm of x; x itself if `weight` is None."""
         if weight is None:
             return x
         factor = 1.0 + weight if self._model.norm_adds_one else weight
@@ -365,7 +353,6 @@ def _activated(x: jax.Array, activation: Activation) -> jax.Array:
 
 
 def _without_other_groups(scores: jax.Array, choice: SigmoidChoice) -> jax.Array:
-    """The scores [C, X]; those of groups whose two best do not sum up to enough become -inf."""
     parts = jnp.stack(jnp.split(scores, choice.num_groups, axis=-1), axis=1)  # [C, groups, ·]
     sums = jnp.sum(jnp.sort(parts, axis=-1)[..., -2:], axis=-1)
     ranks = jnp.argsort(jnp.argsort(-sums, axis=-1), axis=-1)
@@ -384,7 +371,7 @@ def _project(layer: _Tensors, name: str, x: jax.Array) -> jax.Array:
 
 
 def _by_position(query: jax.Array, rope: RopeConfig | None, positions: jax.Array) -> jax.Array:
-    """Queries [C, Hq, D], which some models make longer at late positions [C]."""
+    # Some models make queries longer at late positions.
     if rope is None or not isinstance(rope.scaling, YarnRopeScaling):
         return query
     lengths = positions // rope.scaling.original_max_position_embeddings
@@ -393,14 +380,12 @@ def _by_position(query: jax.Array, rope: RopeConfig | None, positions: jax.Array
 
 
 def _by_axes(factors: jax.Array, positions: jax.Array, rope: RopeConfig) -> jax.Array:
-    """The factors [C, rotary dim] of pairs that rotate by one of three positions [C, 3] each."""
     half = len(rope.axes)
     own, pairs = positions[:, np.array(rope.axes)], np.arange(half)  # [C, half]
     return jnp.concatenate([factors[own, pairs], factors[own, half + pairs]], axis=1)
 
 
 def _rotate(heads: jax.Array, factors: jax.Array) -> jax.Array:
-    """Rotates pairs (i, i + half) of heads [C, H, D] as complex numbers."""
     half = factors.shape[-1] // 2
     factor = jax.lax.complex(factors[:, :half], factors[:, half:])[:, None, :]
     rotated = jax.lax.complex(heads[..., :half], heads[..., half : 2 * half]) * factor

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 
 from cadenza.models.layer_kind import ConvShape, DeltaShape, Recurrence, ScanShape
 
+# The inputs [J - 1, M] of the convolution, oldest first, and a matrix [Hv, Dv, Dk] a head.
 State = tuple[jax.Array, jax.Array]
-"""The inputs [J - 1, M] of the convolution, oldest first, and a matrix [Hv, Dv, Dk] a head."""
 
 
 def new_state(shape: Recurrence) -> State:
@@ -34,7 +34,6 @@ class BlockTensors(NamedTuple):
         return self.layer[f"{self.name}.{name}"]
 
     def rates(self, *, are_stored: bool) -> jax.Array:
-        """The rates of decay, which are negative; stored as they are or as ln(-rate)."""
         stored = self.tensor("A_log")
         return stored if are_stored else -jnp.exp(stored)
 
@@ -98,7 +97,6 @@ class DeltaNet(NamedTuple):
         return block.project("out_proj", gated.reshape(count, -1)), (kept, matrices[last])
 
     def _keys(self, flat: jax.Array) -> jax.Array:
-        """Keys or queries [C, Hv, Dk] of length 1, from [C, Hk Dk]."""
         heads = flat.reshape(len(flat), self.shape.num_key_heads, -1)
         heads = heads / jnp.sqrt(jnp.sum(jnp.square(heads), axis=-1, keepdims=True) + 1e-6)
         indices = jnp.arange(self.shape.num_value_heads)
@@ -158,7 +156,6 @@ class ScanNet(NamedTuple):
         return block.project("out_proj", normed), (kept, matrix)
 
     def _of_heads(self, flat: jax.Array) -> jax.Array:
-        """What groups [C, G Dk] share, for each head [C, Hv, Dk]."""
         groups = flat.reshape(len(flat), self.shape.num_groups, -1)
         return jnp.repeat(groups, self.shape.num_heads // self.shape.num_groups, axis=1)
 

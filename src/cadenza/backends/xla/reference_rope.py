@@ -32,7 +32,6 @@ def reference_rope(rope: RopeConfig | None, max_model_len: int) -> npt.NDArray[n
 
 
 def _magnitude(rope: RopeConfig) -> float:
-    """The factor by which the scaling multiplies cosines and sines."""
     match rope.scaling:
         case YarnRopeScaling(attention_factor=factor) | LongRopeScaling(attention_factor=factor):
             return factor
@@ -60,7 +59,7 @@ def _radians_per_token(rope: RopeConfig, pair: int, max_model_len: int) -> float
 
 
 def _llama3(frequency: float, scaling: Llama3RopeScaling) -> float:
-    """Keeps short wavelengths, divides the frequencies of long ones, and blends in between."""
+    # Short wavelengths are kept, long ones divided, blended in between.
     original = scaling.original_max_position_embeddings
     wavelength = 2 * math.pi / frequency
     if wavelength < original / scaling.high_freq_factor:
@@ -73,7 +72,6 @@ def _llama3(frequency: float, scaling: Llama3RopeScaling) -> float:
 
 
 def _yarn(frequency: float, pair: int, rope: RopeConfig, scaling: YarnRopeScaling) -> float:
-    """Blends interpolation (divided by the factor) and extrapolation (unchanged) by pair index."""
     low = _pair_turning(scaling.beta_fast, rope, scaling)
     high = _pair_turning(scaling.beta_slow, rope, scaling)
     if scaling.truncate:
@@ -86,6 +84,5 @@ def _yarn(frequency: float, pair: int, rope: RopeConfig, scaling: YarnRopeScalin
 
 
 def _pair_turning(count: float, rope: RopeConfig, scaling: YarnRopeScaling) -> float:
-    """The fractional index of the pair that rotates `count` times within the original length."""
     radians_per_token = 2 * math.pi * count / scaling.original_max_position_embeddings
     return -math.log(radians_per_token, rope.theta) * rope.rotary_dim / 2

@@ -214,7 +214,6 @@ def _places(part: ImagePart, side: int) -> npt.NDArray[np.int64]:
 
 
 def _turned(heads: Floats, rope: TowerRope, places: npt.NDArray[np.int64]) -> Floats:
-    """Heads [N, H, D] as complex numbers turned by the angles of their rows and columns."""
     size = heads.shape[-1]
     row, column = places[:, 0], places[:, 1]
     if rope.alternates:
@@ -233,7 +232,6 @@ def _turned(heads: Floats, rope: TowerRope, places: npt.NDArray[np.int64]) -> Fl
 
 
 def _rotated(heads: Floats, angles: Floats) -> Floats:
-    """Pairs (i, i + half) turned by angles [N, half]."""
     first, second = np.split(heads, 2, axis=-1)
     turned = (first + 1j * second) * np.exp(1j * angles)[:, None, :]
     return np.concatenate([turned.real, turned.imag], axis=-1)

@@ -69,8 +69,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class XlaStepHandle:
-    """A launched step; `key` identifies its result [L, C] in `in_flight`, with its last hidden
-    states [L, E] if `hidden_rows` [H] of them are needed."""
+    """`key` identifies the step's result [L, C] in `in_flight`, with its last hidden states [L, E]
+    if `hidden_rows` [H] of them are needed."""
 
     key: int
     num_logits: int
@@ -239,7 +239,6 @@ class XlaRunner:
 
     @property
     def kept_hidden(self) -> jax.Array:
-        """[slots, E]. Raises RunnerError if the state was lost."""
         if self._state is None:
             raise RunnerError("the device lost its state; call reset() first")
         assert self._state.kept_hidden is not None, "the runner keeps hidden states"
@@ -315,8 +314,6 @@ class XlaRunner:
         return XlaStepHandle(*step)
 
     def _start(self, programs: Programs, bucket: int, inputs: ModelInputs) -> tuple[jax.Array, ...]:
-        """Dispatches the step's programs; returns its result [L, C], still being computed, and the
-        last hidden states [L, E] if any are needed, or these alone if its masks follow."""
         if inputs.image_calls:
             self._encode(inputs.image_calls)
         state = self._update_state(programs, inputs)
@@ -389,8 +386,6 @@ class XlaRunner:
     def _sent(
         self, inputs: ModelInputs, result: jax.Array, hidden: jax.Array
     ) -> tuple[jax.Array, ...]:
-        """What is read of the step, on its way to the host: its result [L, C], and the last hidden
-        states [L, E] if any are needed."""
         results = (result, hidden) if len(inputs.hidden_rows) else (result,)
         # On the CPU the result is in host memory already, and in jax 0.11 this call makes an XLA
         # thread acquire the GIL after the step.
@@ -473,19 +468,15 @@ class XlaRunner:
             self._encoder.close()
 
     def _take_state(self) -> DeviceState:
-        """Removes and returns the state for donation; `_start` sets the new one on success."""
         if self._state is None:
             raise RunnerError("the device lost its state; call reset() first")
         state, self._state = self._state, None
         return state
 
     def _padded_updates(self, part: Int32Array) -> Int32Array:
-        """Page-table updates [U, 3] padded to [PAGE_UPDATES, 3] by the last one."""
         return np.pad(part, ((0, PAGE_UPDATES - len(part)), (0, 0)), mode="edge")
 
     def _padded_masks(self, part: Sequence[MaskUpdate]) -> tuple[Int32Array, Int32Array]:
-        """The records and rows [MASK_ROWS, 2] of updates, and their masks [MASK_ROWS, W - MASK];
-        the last one is repeated."""
         record_rows = np.array([(update.record, update.row) for update in part], np.int32)
         masks = np.array([update.mask for update in part], np.int32)
         padding = ((0, MASK_ROWS - len(part)), (0, 0))

@@ -22,8 +22,8 @@ from cadenza.errors import RunnerError
 
 Compiled = Callable[..., DeviceState]
 
+# Rows of the shortest call. With fewer, reading the weights takes longer than computing.
 BLOCK_ROWS = 32
-"""Rows of the shortest call. With fewer, reading the weights takes longer than computing."""
 
 
 class SpanPasses:
@@ -71,7 +71,6 @@ class SpanPasses:
         return self._compiled[call.pass_index](own, state, call.words, np.int32(call.first))
 
     def _pass(self, index: int) -> Callable[..., DeviceState]:
-        """The function (weights, state, wire [.], first row []) to the state."""
         program = self._program
 
         def compute(
@@ -101,7 +100,6 @@ class SpanPasses:
 
 
 def _weights_of(weights: DecoderWeights, index: int) -> DecoderWeights:
-    """What a pass reads: the layer that it finishes, if there is one, and that of its own KV."""
     layers = weights.layers[max(0, index - 1) : index + 1]
     return weights._replace(layers=layers, final_norm=None, head=None)
 
@@ -109,7 +107,6 @@ def _weights_of(weights: DecoderWeights, index: int) -> DecoderWeights:
 def _finish(
     context: StepContext, weights: DecoderWeights, rows: jax.Array, index: int, pools: LayerPools
 ) -> tuple[DecoderStream, LayerPools]:
-    """The stream after layer `index`, from its `rows` before, and the pools."""
     if weights.layer_embedding is None:
         entered = DecoderStream.of_stream(context, Residual(rows, context.step.num_tokens))
     else:
@@ -129,8 +126,7 @@ def _changed(pools: LayerPools, before: LayerPools) -> dict[int, KVPool]:
 def _with_rows(
     span: jax.Array, old: jax.Array, new: jax.Array, place: tuple[jax.Array, StepArrays]
 ) -> jax.Array:
-    """`span` with the defined rows of `new` [N, E] in place of `old`, from a first one on; the rows
-    after them are another call's."""
+    # The rows after the defined ones are another call's.
     first, arrays = place
     is_defined = jnp.arange(len(new)) < arrays.num_tokens
     rows = jnp.where(is_defined[:, None], new, old)

@@ -23,27 +23,26 @@ from cadenza.weights.dtypes import WeightDType
 
 MakeOps = Callable[[DecoderSpec], OpTable]
 
+# The attention of kernels supports head sizes that are multiples of this, up to `MAX_HEAD`.
 HEAD_UNIT = 16
-"""The attention of kernels supports head sizes that are multiples of this, up to `MAX_HEAD`."""
 
 MAX_HEAD = 512
 MAX_LATENT = 1024
 
 NATIVE_PROCESS_BYTES = 160_000_000
 REFERENCE_PROCESS_BYTES = 330_000_000
+# What a process holds that has imported JAX and compiled a model's programs: with kernels 151 MB,
+# with the reference operations 333 MB for 4 layers and 390 for 30.
 REFERENCE_LAYER_BYTES = 4_000_000
-"""What a process holds that has imported JAX and compiled a model's programs: with kernels 151 MB,
-with the reference operations 333 MB for 4 layers and 390 for 30."""
 
+# Of each thread, for each token of the vocabulary: the candidates of the row that it samples.
 THREAD_VOCAB_BYTES = 32
-"""Of each thread, for each token of the vocabulary: the candidates of the row that it samples."""
 
 THREAD_BYTES = 2_000_000
 
 REFERENCE_LOGIT_COPIES = 7
 
-LEAST_CAPABILITY = (8, 0)
-"""Of a card: bfloat16 in tensor cores, and copies that do not wait."""
+LEAST_CAPABILITY = (8, 0)  # of a card: bfloat16 in tensor cores, and copies that do not wait
 
 _STORED: dict[WeightDType, WeightDType] = {
     "float32": "float32",
@@ -111,8 +110,7 @@ class ReferenceTable:
         return None
 
 
-SPLIT_REVISION = "2"
-"""Of the order of sums in `SplitOps`; to be raised where its bits change."""
+SPLIT_REVISION = "2"  # of the order of sums in `SplitOps`; to be raised where its bits change
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,24 +242,22 @@ class CudaTable:
         return f"cuda_{_capability_of(device)}"
 
 
+# Partial results of attention, at most 64 MiB (`kMostPartialBytes`), and prepared queries.
 CUDA_WORKSPACE_BYTES = 128 << 20
-"""Partial results of attention, at most 64 MiB (`kMostPartialBytes`), and prepared queries."""
 
-_PREFERRED = {"cpu": "native", "gpu": "cuda"}
-"""The table that is made for a platform."""
+_PREFERRED = {"cpu": "native", "gpu": "cuda"}  # the table that is made for a platform
 
+# In the order of preference of `auto`; the last one runs everywhere.
 TABLES: Sequence[Table] = (NativeTable(), CudaTable(), ReferenceTable())
-"""In the order of preference of `auto`; the last one runs everywhere."""
 
-NAMED_ONLY: Sequence[Table] = (SplitTable(),)
-"""Those that `auto` does not choose."""
+NAMED_ONLY: Sequence[Table] = (SplitTable(),)  # those that `auto` does not choose
 
 
 def choose_table(
     ops: Ops, device: Any, model: ModelConfig, tables: Sequence[Table] = TABLES
 ) -> Choice:
-    """The table named `ops`; `auto` is the first that runs the model on the device. Raises
-    ConfigError if the one that was named does not."""
+    """`auto` is the first that runs the model on the device. Raises ConfigError if a named one does
+    not."""
     if ops != "auto":
         (named,) = (table for table in (*tables, *NAMED_ONLY) if table.name == ops)
         obstacle = named.obstacle(device, model)
@@ -280,7 +276,6 @@ def choose_table(
 
 
 def _obstacle_of_heads(model: ModelConfig) -> str | None:
-    """Why kernels cannot attend with a model's heads or latents; None if they can."""
     if (latent := model.latent) is not None:
         sizes = latent.rank, latent.rotary_size
         if any(size % HEAD_UNIT for size in sizes) or sum(sizes) > MAX_LATENT:
@@ -297,7 +292,6 @@ def _obstacle_of_heads(model: ModelConfig) -> str | None:
 
 
 def _obstacle_of_card(device: Any) -> str | None:
-    """Why the kernels for GPUs cannot run on a card; None if they can."""
     capability = _capability_of(device)
     found = re.fullmatch(r"(\d+)\.(\d+)", capability)
     if found is None:
@@ -310,5 +304,4 @@ def _obstacle_of_card(device: Any) -> str | None:
 
 
 def _capability_of(device: Any) -> str:
-    """Such as "9.0"; the emulation has none."""
     return str(getattr(device, "compute_capability", "emulated"))

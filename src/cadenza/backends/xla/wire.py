@@ -34,7 +34,6 @@ def unpack(
 
 
 def are_last_sampled(layout: StepLayout, words: jax.Array) -> jax.Array:
-    """Which of the step's tokens [T] were still on the device."""
     return layout.split(words, _bits_as).tokens.ids == LAST_SAMPLED
 
 

@@ -97,7 +97,7 @@ def _layer_of(context: StepContext, index: int) -> tuple[int, AttendingLayer]:
 
 
 def _load_gated(source: WeightSource, spec: AttentionSpec) -> tuple[Linear, Linear]:
-    """Queries, keys and values, and the gates, which are stored after the queries of each head."""
+    # The gates are stored after the queries of each head.
     heads = source.spec.model.heads
     query, key, value = spec.qkv.linears
 

@@ -112,8 +112,6 @@ class ExpertMLP(NamedTuple):
 
 
 def load_experts(source: WeightSource, mlp: ExpertMLPSpec) -> tuple[Linear, Linear]:
-    """Gate and up of all experts [X, 2 F, E], and their down [X, E, F]."""
-
     def stacked(experts: Sequence[Sequence[LinearSpec]]) -> Linear:
         return source.ops.load_experts(
             [source.operand(linears) for linears in experts],
@@ -164,7 +162,6 @@ class ParallelMLP(NamedTuple):
         )
 
     def add(self, ops: OpTable, stream: Residual) -> Residual:
-        """The stream [N, E] with the sum of both outputs, normed once more."""
         count = stream.count
         choice = ops.route_experts(
             stream.normed(ops, self.router_norm), self.router, count, self.factors

@@ -22,7 +22,7 @@ class HiddenInput(NamedTuple):
 
     @classmethod
     def load(cls, source: WeightSource) -> "HiddenInput":
-        """The two halves of the checkpoint's linear, each of which has a norm of its own."""
+        # The two halves of the checkpoint's linear, each of which has a norm of its own.
         model = source.spec.model
         linear, embed, layout = declare_input_proj(model), model.hidden_size, model.mtp_layout
         assert layout is not None, "a model that reads hidden states is an MTP layer"

@@ -73,8 +73,7 @@ class LatentAttention(NamedTuple):
 
 
 def _load_absorbed(source: WeightSource, spec: LatentSpec) -> tuple[Linear, Linear]:
-    """The keys' linears of each head, transposed, and the values'. Stored codes become floats in
-    the type of the activations, since a transpose has other groups."""
+    # Stored codes become floats in the activations' type: a transpose has other groups.
     shape = source.spec.model.latent
     assert shape is not None, "the model has latents"
     (linear,) = spec.keys_values.linears

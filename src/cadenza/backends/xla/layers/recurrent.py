@@ -34,8 +34,6 @@ class GatedDelta(NamedTuple):
     def mix(
         self, context: StepContext, index: int, normed: jax.Array, pools: LayerPools
     ) -> tuple[jax.Array, LayerPools]:
-        """The outputs [T, Hv Dv] of layer `index`, and the pools with the states that tokens
-        keep."""
         ops, count = context.ops, context.step.num_tokens
         assert pools.states is not None, "the model has states"
         given = DeltaInputs(
@@ -64,8 +62,6 @@ class SelectiveScan(NamedTuple):
     def mix(
         self, context: StepContext, index: int, normed: jax.Array, pools: LayerPools
     ) -> tuple[jax.Array, LayerPools]:
-        """The outputs [T, Hv Dv] of layer `index`, and the pools with the states that tokens
-        keep."""
         ops, count = context.ops, context.step.num_tokens
         assert pools.states is not None, "the model has states"
         given = ScanInputs(
@@ -93,7 +89,6 @@ class ShortConv(NamedTuple):
     def mix(
         self, context: StepContext, index: int, normed: jax.Array, pools: LayerPools
     ) -> tuple[jax.Array, LayerPools]:
-        """The outputs [T, M] of layer `index`, and the pools with the inputs that tokens keep."""
         ops, count = context.ops, context.step.num_tokens
         assert pools.states is not None, "the model has states"
         given = ops.linear(normed, self.mixed, count)

@@ -60,7 +60,6 @@ class StepContext(NamedTuple):
         return self._replace(ops=ops)
 
     def recurrent(self, index: int) -> tuple[tuple[StepArrays, StepStates], RecurrentLayer[Any]]:
-        """The rows of the step with their slots, and layer `index`, which has a state."""
         model, step = self.model, self.step
         shape = model.layer_kinds[index].recurrence
         assert shape is not None, "the layer has a recurrence"
@@ -72,8 +71,7 @@ class StepContext(NamedTuple):
 def _rotations_of(
     rope: RopeConfig | None, table: Any, step: StepArrays, rope_positions: jax.Array
 ) -> jax.Array:
-    """The row of `table` [positions, ·] for each token, each pair by the coordinate of its axis;
-    that of `rope_positions` [T] of a rope without axes."""
+    # Each pair by the coordinate of its axis; by `rope_positions` of a rope without axes.
     positions, given = step.tokens.positions, step.tokens.rope_positions
     if rope is None or not rope.axes:
         return table[rope_positions]
@@ -93,13 +91,11 @@ class Residual:
     count: jax.Array
 
     def normed(self, ops: OpTable, norm: Any | None) -> jax.Array:
-        """The stream as activations [N, E], normed if the layer has a norm here."""
         if norm is None:
             return ops.to_activations(self.x, self.count)
         return ops.rms_norm(self.x, norm, self.count)
 
     def plus(self, ops: OpTable, y: jax.Array, weight: Linear, post_norm: Any | None) -> "Residual":
-        """The stream with the output projection of y [N, K] added, normed if there is a norm."""
         if post_norm is None:
             x = ops.linear(y, weight, self.count, residual=self.x)
         else:
@@ -107,8 +103,7 @@ class Residual:
         return Residual(x, self.count)
 
     def with_images(self, context: StepContext, part: int) -> "Residual":
-        """The stream with a part of the images' embeddings: the first replaces the tokens' own,
-        others are added."""
+        # The first part replaces the tokens' own embeddings, others are added.
         if context.images is None:
             return self
         rows = context.ops.place_rows(self.x, context.images, part, self.count, part > 0)

@@ -1,8 +1,5 @@
-"""`WeightSource`: the tensors of a checkpoint, loaded in the layouts of an op table.
-
-`checkpoint.declaration` gives the tensor names and which tensors are fused into one operand. For a
-norm that multiplies by 1 + weight, the 1 is added here.
-"""
+"""`WeightSource`: the tensors of a checkpoint, loaded in the layouts of an op table. `models`
+declares their names and which are fused. A norm that multiplies by 1 + weight gets its 1 here."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,7 +38,6 @@ class WeightSource:
     weights: Weights
 
     def linear(self, *linears: LinearSpec) -> Linear:
-        """Linears with the same input, fused into one."""
         operand, biases = self.operand(linears), self.biases(linears)
         return self.ops.load_linear(operand, biases, self.format_of(linears))
 
@@ -51,16 +47,13 @@ class WeightSource:
 
     def load(self, kind: type[Node], spec: Any, **own: Any) -> Node:
         """The weights of a node of a declared tree: those in `own`, and of each other field the
-        spec's of the same name.
-
-        Files of packed weights have linears in the order in which they are loaded.
-        """
+        spec's of the same name. Files of packed weights keep the order in which linears are
+        loaded."""
         fields: tuple[str, ...] = kind._fields  # pyright: ignore[reportAttributeAccessIssue]
         others = {each: self.leaf(getattr(spec, each)) for each in fields if each not in own}
         return kind(**own, **others)
 
     def leaf(self, spec: SpecTree) -> Any:
-        """What a leaf stands for, or a whole node without a layout of its own."""
         match spec:
             case None:
                 return None
@@ -88,11 +81,11 @@ class WeightSource:
         return self.ops.load_linear([stored.reshape(len(stored), -1)], bias)
 
     def post_norm(self, layer: LayerSpec) -> Any | None:
-        """The norm of an MLP's output, with the layer's scale if nothing follows it."""
+        """With the layer's scale if nothing follows it."""
         return self.closing_norm(layer.mlp_post_norm, None if layer.inputs else layer.scale)
 
     def closing_norm(self, spec: TensorSpec | None, scale: TensorSpec | None) -> Any | None:
-        """The norm of the last output of a layer, with the layer's scale if it has one."""
+        """With the layer's scale if it has one."""
         norm = self.leaf(spec)
         if scale is None:
             return norm
@@ -100,11 +93,9 @@ class WeightSource:
         return ScaledNorm(norm, self.scale(scale))
 
     def scale(self, spec: TensorSpec) -> npt.NDArray[np.float32]:
-        """A tensor in float32, as it is stored."""
         return np.asarray(self.weights[spec.name]).astype(np.float32)
 
     def filters(self, spec: TensorSpec) -> npt.NDArray[np.float32]:
-        """Of a depthwise convolution [M, 1, J], as [J, M]."""
         return np.ascontiguousarray(self.scale(spec)[:, 0].T)
 
     def decay(self, spec: TensorSpec) -> npt.NDArray[np.float32]:
@@ -116,7 +107,7 @@ class WeightSource:
         return np.array([-exp(float(each)) for each in stored], np.float32)
 
     def row_parts(self, linear: LinearSpec, sizes: Sequence[int]) -> list[Linear]:
-        """A linear as several, of consecutive rows; `sizes` are their numbers of rows."""
+        """A linear as several, of `sizes` consecutive rows."""
         (whole,), biases, format = (
             self.operand([linear]),
             self.biases([linear]),
@@ -132,14 +123,12 @@ class WeightSource:
         return parts
 
     def gate_up(self, spec: OperandSpec) -> Linear:
-        """Gate and up of an MLP, for `gated_linear`."""
         biases, format = self.biases(spec.linears), self.format_of(spec.linears)
         if len(biases) == 1:
             biases = np.split(biases[0], 2)
         return self.ops.load_gate_up(self.gate_and_up(spec), biases, format)
 
     def gate_and_up(self, spec: OperandSpec) -> tuple[HostWeight, HostWeight]:
-        """From two tensors or from the halves of a fused one."""
         first, *others = self.operand(spec.linears)
         if others:
             return first, others[0]
@@ -147,21 +136,16 @@ class WeightSource:
         return rows_of(first, 0, half), rows_of(first, half, len(first))
 
     def table(self, spec: TensorSpec) -> Linear:
-        """The embedding table or the head [V, E]."""
         return self.ops.load_linear([self.weights[spec.name]], [], self.spec.format_of(spec))
 
     def format_of(self, linears: Sequence[LinearSpec]) -> WeightFormat:
-        """The format of linears that are loaded together."""
         return self.spec.format_of(linears[0].weight_spec)
 
     def biases(self, linears: Sequence[LinearSpec]) -> list[npt.NDArray[Any]]:
         return [self.weights[linear.bias] for linear in linears if linear.bias is not None]
 
     def operand(self, linears: Sequence[LinearSpec]) -> tuple[HostWeight, ...]:
-        """The weights of linears that are multiplied as one.
-
-        Raises CheckpointError if their codes have the inputs in different orders.
-        """
+        """Raises CheckpointError if codes have their inputs in different orders."""
         parts = tuple(self.weights[linear.weight] for linear in linears)
         coded = [part for part in parts if not isinstance(part, np.ndarray | Float8Weight)]
         if len(coded) == len(parts) and not have_one_order(coded):

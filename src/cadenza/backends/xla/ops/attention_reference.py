@@ -8,26 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from cadenza.backends.xla.ops.encoder_reference import EncoderOps
-from cadenza.backends.xla.ops.head_math import (
-    latent_heads,
-    norm_heads,
-    rms_norm,
-    rotate,
-    soft_cap,
-)
+from cadenza.backends.xla.ops.head_math import latent_heads, norm_heads, rms_norm, rotate, soft_cap
 from cadenza.backends.xla.ops.in_range import set_rows
-from cadenza.backends.xla.ops.kv_codes import (
-    CodedHeads,
-    code_scores,
-    encode_heads,
-    sum_code_values,
-)
-from cadenza.backends.xla.ops.prompt_scores import (
-    RowQueries,
-    ScoringLayer,
-    add_scores,
-    normalised,
-)
+from cadenza.backends.xla.ops.kv_codes import CodedHeads, code_scores, encode_heads, sum_code_values
+from cadenza.backends.xla.ops.prompt_scores import RowQueries, ScoringLayer, add_scores, normalised
 from cadenza.backends.xla.ops.table import (
     AttendingLayer,
     HeadFactors,
@@ -40,11 +24,9 @@ from cadenza.backends.xla.ops.table import (
 )
 from cadenza.models.layer_kind import HeadShape
 
-BLOCK = 128
-"""KV positions per softmax block; blocks start at multiples of it."""
+BLOCK = 128  # KV positions per softmax block; blocks start at multiples of it
 
-LayerSlots = tuple[jax.Array, int]
-"""KV slots of any shape, and a layer index."""
+LayerSlots = tuple[jax.Array, int]  # KV slots of any shape, and a layer index
 
 _HIGHEST = jax.lax.Precision.HIGHEST
 
@@ -109,7 +91,6 @@ class AttentionOps(EncoderOps):
     def _keys_and_values(
         self, key: jax.Array, value: jax.Array, factors: HeadFactors, rotations: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Keys and values [T, Hkv, D] as they are kept; without values these are made of keys."""
         eps, dtype = self._model.rms_norm_eps, self._spec.dtype
         if not value.shape[1]:
             value = key
@@ -145,8 +126,8 @@ class AttentionOps(EncoderOps):
         step: StepArrays,
         layer: ScoringLayer,
     ) -> jax.Array:
-        """The scores of `pools` with those of the layer (`ops.prompt_scores`), in place. The step's
-        keys were appended; sinks take no part."""
+        """Adds the layer's scores to `pools` (`ops.prompt_scores`), in place, of keys that the step
+        appended; sinks take no part."""
         pool, scores = pools
         starts, ends = step.rows.query_starts[:-1], step.rows.query_starts[1:]
         lengths = jnp.where(ends > starts, step.rows.score_lens, 0)  # [R]
@@ -166,7 +147,6 @@ class AttentionOps(EncoderOps):
     def _queries(
         self, qkv: jax.Array, factors: HeadFactors, rotations: jax.Array, shape: HeadShape
     ) -> jax.Array:
-        """The queries [T, Hkv, G, D] of projections [T, ·], normed and rotated."""
         query_scale = None
         if rotations.shape[1] % 2:
             rotations, query_scale = rotations[:, :-1], rotations[:, -1]
@@ -205,14 +185,12 @@ class AttentionOps(EncoderOps):
         return jax.lax.fori_loop(0, self._num_blocks(lengths), body, found)[..., :most]
 
     def _scaled_scores(self, query: jax.Array, loaded: KVPool, shape: HeadShape) -> jax.Array:
-        """The scaled scores [T, Hkv, G, B] of loaded keys, capped if the model says so."""
         scores = self._scores(query, loaded) * self._model.scale_of(shape)
         cap = self._model.attention_soft_cap
         return scores if cap is None else soft_cap(scores, cap)
 
     def _attend(self, query: jax.Array, pool: KVPool, step: StepArrays, span: Span) -> jax.Array:
-        """Online softmax over blocks at absolute positions: query [T, Hkv, G, D] to [T, Hkv, G,
-        value size]."""
+        # Online softmax over blocks at absolute positions.
         own = step.tokens.positions + 1
         ends = jnp.maximum(own, step.tokens.reaches + 1) if span.sees_spans else own
         limits = jnp.where(step.tokens.slots >= 0, ends, 0)  # [T]
@@ -243,16 +221,13 @@ class AttentionOps(EncoderOps):
         return jnp.broadcast_to(block * BLOCK, step.tokens.positions.shape)
 
     def _slots(self, positions: jax.Array, valid: jax.Array, step: StepArrays) -> jax.Array:
-        """The slots of `positions` [T, B] in each token's row; 0 for lanes that are not valid."""
         size = self._spec.page_size
         index = jnp.where(valid, positions // size, 0)
         pages = step.page_table[step.token_rows[:, None], index]  # [T, B]
         return jnp.where(valid, pages * size + positions % size, 0)
 
     def _load(self, pool: KVPool, layer_slots: LayerSlots, valid: jax.Array) -> KVPool:
-        """Keys and values [T, B, Hkv, D], or codes, at slots [T, B]; 0 for lanes that are not
-        valid."""
-
+        # 0 for lanes that are not valid.
         def load(side: jax.Array) -> jax.Array:
             lanes = valid.reshape(*valid.shape, *(1,) * (side.ndim - 2))
             return jnp.where(lanes, side[layer_slots], jnp.zeros((), side.dtype))
@@ -266,7 +241,6 @@ class AttentionOps(EncoderOps):
         block: KeyBlock,
         state: tuple[jax.Array, ...],
     ) -> tuple[jax.Array, ...]:
-        """One block of the online softmax; leaves tokens without a valid lane unchanged."""
         loaded = self._load(pool, block.layer_slots, block.valid)
         return self._attend_loaded(query, loaded, block, state)
 
@@ -299,20 +273,17 @@ class AttentionOps(EncoderOps):
         )
 
     def _scores(self, query: jax.Array, loaded: KVPool) -> jax.Array:
-        """Products of queries and keys: [T, Hkv, G, B]."""
         if self._spec.has_kv_codes:
             return code_scores(query, loaded.keys)
         return _einsum("tkgd,tbkd->tkgb", query, loaded.keys)
 
     def _weighted_values(self, weights: jax.Array, loaded: KVPool) -> jax.Array:
-        """Sums of values: [T, Hkv, G, D]."""
         if self._spec.has_kv_codes:
             return sum_code_values(weights, loaded.values)
         return _einsum("tkgb,tbkd->tkgd", weights, loaded.values)
 
 
 def _window_starts(step: StepArrays, window: int, has_starts: bool) -> jax.Array:
-    """The first position [T] that each token sees, or one before the first of all."""
     starts = step.tokens.positions + 1 - window
     if not has_starts:
         return starts
@@ -330,7 +301,6 @@ def _einsum(subscripts: str, left: jax.Array, right: jax.Array) -> jax.Array:
 
 
 def _first_maximum(shape: tuple[int, ...], sinks: Any | None) -> jax.Array:
-    """[T, Hkv, G]: the score of each head's sink [Hq], or none."""
     if sinks is None:
         return jnp.full(shape, -jnp.inf, jnp.float32)
     return jnp.broadcast_to(jnp.asarray(sinks, jnp.float32).reshape(shape[1:]), shape)
@@ -339,7 +309,7 @@ def _first_maximum(shape: tuple[int, ...], sinks: Any | None) -> jax.Array:
 def _append(
     pool: KVPool, key: jax.Array, value: jax.Array | None, layer_slots: LayerSlots
 ) -> KVPool:
-    """Writes key and value [T, Hkv, D] to their slots [T]; padding (slot -1) is skipped."""
+    # Padding (slot -1) is skipped.
     slots, layer = layer_slots
     new = KVPool(key, value)
     if isinstance(pool.keys, CodedHeads):

@@ -25,8 +25,8 @@ from cadenza.kernel_proof import ProvenProduct
 from cadenza.weights.quantised_weight import HostWeight
 from cadenza.weights.weight_format import WeightFormat
 
+# Enough rows for the tensor cores to be busy; a step of them takes some tens of milliseconds.
 DEFAULT_CUDA_TOKENS = 2048
-"""Enough rows for the tensor cores to be busy; a step of them takes some tens of milliseconds."""
 
 
 class CudaProgram(NativeProgram):
@@ -72,7 +72,6 @@ class CudaOps(ProgramOps):
         )
 
     def token_buckets(self, max_num_batched_tokens: int) -> tuple[int, ...]:
-        """Powers of two, and the full token budget."""
         powers = (1 << power for power in range(max_num_batched_tokens.bit_length()))
         return tuple(sorted({*powers, max_num_batched_tokens}))
 
@@ -114,6 +113,5 @@ class CudaOps(ProgramOps):
         return CudaProgram(self._library)
 
     def _placed(self, weight: npt.NDArray[Any]) -> jax.Array:
-        """On the device before the next one is read, so that the host holds no second copy of
-        all."""
+        # On the device before the next one is read: the host holds no second copy of all.
         return jax.block_until_ready(jax.device_put(weight))

@@ -22,6 +22,7 @@ from cadenza.errors import ConfigError
 CUDA_LIBRARY_NAME = "_cuda.so"
 
 _TARGET = "cadenza_cuda_program"
+# The types of arrays as XLA's FFI numbers them (`XLA_FFI_DataType`).
 _CODE_OF_ELEMENT = {
     np.dtype(np.int8): 2,
     np.dtype(np.int32): 4,
@@ -33,14 +34,12 @@ _CODE_OF_ELEMENT = {
     np.dtype(ml_dtypes.bfloat16): 16,
     np.dtype(ml_dtypes.float8_e4m3fn): 20,
 }
-"""The types of arrays as XLA's FFI numbers them (`XLA_FFI_DataType`)."""
 
 
 @dataclass(frozen=True)
 class CudaLibrary(ProgramLibrary):
-    """The loaded library; created by `load_cuda_library` or `open_cuda_library`. `platform` is
-    XLA's name of where its target runs: "CUDA", or "cpu" of the emulation. `prefix` tells its
-    target from those of other libraries in the process."""
+    """`platform` is XLA's name of where its target runs: "CUDA", or "cpu" of the emulation.
+    `prefix` tells its target from those of other libraries in the process."""
 
     platform: str
     prefix: str = ""
@@ -52,8 +51,8 @@ class CudaLibrary(ProgramLibrary):
     def workspace_bytes(
         self, operations: Sequence[int], arrays: Sequence[jax.ShapeDtypeStruct], row_bound: int
     ) -> int:
-        """The bytes that a program's operations need for themselves, one after another. Raises
-        ConfigError if an operation cannot be computed with such arrays."""
+        """What a program's operations need for themselves. Raises ConfigError if one cannot be
+        computed with such arrays."""
         shapes = [word for each in arrays for word in _shape_words(each)]
         needed = ctypes.c_int64()
         error = self.handle.cadenza_cuda_workspace(
@@ -107,8 +106,7 @@ def has_cuda_library() -> bool:
 
 @functools.cache
 def load_cuda_library() -> CudaLibrary:
-    """Loads the package's library once and registers its target. Raises ConfigError if it was not
-    built or cannot be loaded."""
+    """Raises ConfigError if it was not built or cannot be loaded."""
     path = cuda_library_path()
     if not path.exists():
         raise ConfigError(
@@ -119,7 +117,6 @@ def load_cuda_library() -> CudaLibrary:
 
 
 def faulty_cuda_library_path() -> Path:
-    """Where `make -C csrc cuda-faults` writes the library with faults."""
     folder = Path(__file__).resolve().parents[5] / "csrc" / "build" / "native" / "faults"
     return folder / CUDA_LIBRARY_NAME
 
@@ -130,8 +127,7 @@ def load_faulty_cuda_library() -> CudaLibrary:
 
 
 def open_cuda_library(path: Path, *, platform: str, prefix: str = "") -> CudaLibrary:
-    """Loads a library and registers its target under `prefix`. Raises ConfigError if it cannot be
-    loaded."""
+    """Registers its target under `prefix`. Raises ConfigError if it cannot be loaded."""
     try:
         handle = ctypes.CDLL(str(path))
     except OSError as error:
@@ -154,7 +150,7 @@ def open_cuda_library(path: Path, *, platform: str, prefix: str = "") -> CudaLib
 
 
 def _find_cublaslt(handle: ctypes.CDLL) -> None:
-    """Names the folders of NVIDIA's wheels, which no search path of the system has."""
+    # No search path of the system has the folders of NVIDIA's wheels.
     for package, folder in (("nvidia.cu13", "lib"), ("nvidia.cublas", "lib")):
         try:
             spec = importlib.util.find_spec(package)
@@ -164,13 +160,13 @@ def _find_cublaslt(handle: ctypes.CDLL) -> None:
             handle.cadenza_cuda_search_cublaslt(str(Path(place) / folder).encode())
 
 
+# Formats of weights (`WeightFormat` of csrc/core/types.h) by the type of their array.
 _FORMATS = {
     np.dtype(ml_dtypes.bfloat16): 0,
     np.dtype(np.float32): 1,
     np.dtype(np.uint8): 2,
     np.dtype(ml_dtypes.float8_e4m3fn): 3,
 }
-"""Formats of weights (`WeightFormat` of csrc/core/types.h) by the type of their array."""
 
 
 def _shape_words(array: jax.ShapeDtypeStruct) -> tuple[int, ...]:

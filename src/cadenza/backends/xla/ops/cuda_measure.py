@@ -10,8 +10,8 @@ from cadenza.backends.base import OpTotals, ProductDType
 from cadenza.backends.xla.ops.cuda_library import CudaLibrary
 from cadenza.errors import ConfigError
 
+# What tensor cores multiply; products of float32 are not theirs.
 _RATES: dict[ProductDType, str] = {"bfloat16": "bf16", "int8": "int8"}
-"""What tensor cores multiply; products of float32 are not theirs."""
 
 
 class CudaInstruments:

@@ -30,8 +30,8 @@ class HeldWeights(NamedTuple):
 def hold_weights(
     experts: Sequence[Sequence[HostWeight]], format: WeightFormat, *, is_gated: bool
 ) -> HeldWeights:
-    """Weights [Ni, K] side by side of each expert; floats of one expert and of one part that have
-    the right type are not copied."""
+    """Weights [Ni, K] side by side of each expert; floats of one expert and one part are not
+    copied."""
     held = [as_operand(parts, format) for parts in experts]
     are_packed = all(are_float8(parts) for parts in experts) or all(
         are_codes(parts, format) for parts in held

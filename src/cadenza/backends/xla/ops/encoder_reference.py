@@ -25,8 +25,6 @@ _HIGHEST = jax.lax.Precision.HIGHEST
 
 
 class _Softmax(NamedTuple):
-    """Of the spans so far: maxima and sums [B, H], and weighted values [B, H, D]."""
-
     maximum: jax.Array
     total: jax.Array
     out: jax.Array
@@ -45,14 +43,12 @@ class EncoderOps(BaseTable):
         return (y if bias is None else y + bias).astype(self._spec.dtype)
 
     def activate(self, x: jax.Array, kind: EncoderActivation, count: jax.Array) -> jax.Array:
-        """Activations [B, F] of activations."""
         return _activated(x.astype(jnp.float32), kind).astype(self._spec.dtype)
 
     def new_encoder_heads(
         self, num_rows: int, shape: EncoderShape, fill: float | None = None
     ) -> EncoderHeads:
-        """Memory of at least `num_rows`, every element `fill` or unwritten; called under
-        tracing."""
+        """At least `num_rows`, every element `fill` or unwritten; called under tracing."""
         spans = -(-num_rows // ENCODER_SPAN) * ENCODER_SPAN
         own = (spans, shape.num_heads, shape.head_dim)
         sides = (jnp.full(own, fill or 0.0, self._spec.dtype) for _ in range(3))
@@ -66,8 +62,8 @@ class EncoderOps(BaseTable):
         block: EncoderBlock,
         shape: EncoderShape,
     ) -> EncoderHeads:
-        """Norms and rotates the projections of a block, activations [B, 3 H D] of queries, keys and
-        values; returns `heads` with them, in place."""
+        """`heads` with the normed and rotated projections of a block, activations [B, 3 H D], in
+        place."""
         parts = qkv.astype(jnp.float32).reshape(len(qkv), 3, shape.num_heads, shape.head_dim)
         query, key, value = parts[:, 0], parts[:, 1], parts[:, 2]  # [B, H, D]
         if factors.norms is not None:
@@ -93,8 +89,8 @@ class EncoderOps(BaseTable):
         size: int,
         bounds: jax.Array | None = None,
     ) -> jax.Array:
-        """Attention of the block's queries over all rows of the image, or over rows bounds[i, 0] to
-        bounds[i, 1] - 1 of int32 `bounds` [B, 2]: activations [B, H D]; B is `size`."""
+        """The block's queries over all rows of the image, or over rows [bounds[i, 0], bounds[i, 1])
+        of int32 `bounds` [B, 2]: activations [B, H D]; B is `size`."""
         if bounds is None:
             bounds = jnp.broadcast_to(jnp.stack([jnp.int32(0), block.num_rows]), (size, 2))
         index = jnp.minimum(block.start + jnp.arange(size), len(heads.queries) - 1)
@@ -127,8 +123,8 @@ class EncoderOps(BaseTable):
         return out.reshape(size, -1).astype(self._spec.dtype)
 
     def keep_rows(self, x: jax.Array, images: ImageRows, part: int, count: jax.Array) -> jax.Array:
-        """`images.rows` with activations x [B, E] as the part `part` of the rows at `slots` [B],
-        negative ones skipped; in place."""
+        """`images.rows` with x [B, E] as their part `part` at `slots` [B], negative ones skipped;
+        in place."""
         written = (images.slots >= 0) & (jnp.arange(len(x)) < count)
         columns = slice(part * x.shape[1], (part + 1) * x.shape[1])
         return set_rows(images.rows, (images.slots, columns), x, written)
@@ -160,7 +156,7 @@ def _activated(x: jax.Array, kind: EncoderActivation) -> jax.Array:
 
 
 def _with_span(state: _Softmax, scores: jax.Array, valid: jax.Array, values: jax.Array) -> _Softmax:
-    """The online softmax after one more span; queries that see nothing of it keep theirs."""
+    # Queries that see nothing of a span keep theirs.
     scores = jnp.where(valid, scores, -jnp.inf)  # [B, H, K]
     maximum = jnp.maximum(state.maximum, jnp.max(scores, axis=-1))
     weights = jnp.where(valid, jnp.exp(scores - maximum[..., None]), 0.0)

@@ -8,11 +8,11 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 
+# x Phi(x) by erf, its approximation by tanh, x sigmoid(1.702 x), and x sigmoid(x).
 EncoderActivation = Literal["gelu", "gelu_tanh", "quick_gelu", "silu"]
-"""x Phi(x) by erf, its approximation by tanh, x sigmoid(1.702 x), and x sigmoid(x)."""
 
+# Keys of a softmax span; spans begin at multiples of it, from the image's first row.
 ENCODER_SPAN = 512
-"""Keys of a softmax span; spans begin at multiples of it, from the image's first row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,9 +38,8 @@ class EncoderBlock(NamedTuple):
 
 
 class EncoderFactors(NamedTuple):
-    """Norms and rotations of projections. Value i of a head is rotated with value i + R / 2, as a
-    decoder's: towers whose pairs lie elsewhere have their weights' rows, and norms, reordered when
-    they are loaded."""
+    """Value i of a head is rotated with value i + R / 2, as a decoder's: towers whose pairs lie
+    elsewhere have their weights' rows, and norms, reordered at loading."""
 
     rotations: Any | None = None  # [B, R] float32: cosines, then sines
     norms: tuple[Any, Any] | None = None  # [D] each: RMS norms of a head's query and key

@@ -15,16 +15,10 @@ import numpy.typing as npt
 from cadenza.backends.xla.ops.float8 import float8_product
 from cadenza.backends.xla.ops.quantised import quantised_product
 from cadenza.backends.xla.ops.table import ExpertChoice, Linear
-from cadenza.models.model_config import (
-    CLAMPED_ALPHA,
-    CLAMPED_LIMIT,
-    ModelConfig,
-    SigmoidChoice,
-)
+from cadenza.models.model_config import CLAMPED_ALPHA, CLAMPED_LIMIT, ModelConfig, SigmoidChoice
 from cadenza.weights.weight_format import FLOAT8
 
-Gate = Callable[[jax.Array, jax.Array], jax.Array]
-"""Of a gate and an up projection of one shape."""
+Gate = Callable[[jax.Array, jax.Array], jax.Array]  # of a gate and an up projection of one shape
 
 _HIGHEST = jax.lax.Precision.HIGHEST
 
@@ -35,8 +29,8 @@ class Routing:
 
     num_experts: int
     num_chosen: int
+    # Whether the weights are divided by the sum of the chosen experts', instead of by all.
     over_chosen: bool
-    """Whether the weights are divided by the sum of the chosen experts', instead of by all."""
     sigmoid_choice: SigmoidChoice | None = None
     scale: float = 1.0
 
@@ -55,9 +49,9 @@ class Routing:
 def choose_experts(
     logits: jax.Array, routing: Routing, bias: jax.Array | None = None
 ) -> ExpertChoice:
-    """Ids of the A largest logits [T, X], or of a `SigmoidChoice` with the biases [X], in
-    descending order, and their weights. Ties go to the lowest id; 0.0 and -0.0 are equal. A token
-    whose largest logit is not finite gets the ids 0 to A - 1 and NaN weights."""
+    """Ids and weights of the A largest logits [T, X], or of a `SigmoidChoice` with the biases [X],
+    in descending order, ties by id. A token whose largest logit is not finite gets the ids 0 to A -
+    1 and NaN weights."""
     largest = jnp.max(logits, axis=-1, keepdims=True)  # [T, 1]
     is_sound = jnp.isfinite(largest)
     choice = routing.sigmoid_choice
@@ -78,7 +72,6 @@ def choose_experts(
 
 
 def _in_best_groups(scores: jax.Array, choice: SigmoidChoice) -> jax.Array:
-    """The scores [T, X], -inf outside the chosen groups."""
     if choice.num_groups == 1:
         return scores
     grouped = scores.reshape(len(scores), choice.num_groups, -1)
@@ -93,7 +86,6 @@ def silu_gate(gate: jax.Array, up: jax.Array) -> jax.Array:
 
 
 def clamped_swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """gate * sigmoid(alpha * gate) * (1 + up), of a gate and an up within the limit."""
     bounded = jnp.minimum(gate, np.float32(CLAMPED_LIMIT))
     up = jnp.clip(up, -np.float32(CLAMPED_LIMIT), np.float32(CLAMPED_LIMIT))
     return (up + 1) * (bounded * jax.nn.sigmoid(bounded * np.float32(CLAMPED_ALPHA)))
@@ -118,7 +110,6 @@ def num_experts(weight: Linear) -> int:
 
 
 def _expert_product(x: jax.Array, weight: Linear, expert: jax.Array) -> jax.Array:
-    """x [T, A or 1, K] times the transposed weight of one expert: float32 [T, A or 1, N]."""
     own = jax.tree.map(lambda each: each[expert], weight.weight)
     if weight.format.is_quantised or weight.format == FLOAT8:
         product = quantised_product if weight.format.is_quantised else float8_product
@@ -154,7 +145,6 @@ def grouped_linear(
 def expert_biases(
     biases: Sequence[Sequence[npt.NDArray[Any]]],
 ) -> npt.NDArray[np.float32] | None:
-    """The biases of each expert's parts, one after the other: [X, N]; None if there are none."""
     if not any(len(parts) for parts in biases):
         return None
     return np.stack([np.concatenate(parts) for parts in biases]).astype(np.float32)

@@ -30,7 +30,6 @@ def are_float8(parts: Sequence[HostWeight]) -> bool:
 
 
 def join_float8(parts: Sequence[Any]) -> Float8Codes:
-    """Weights [Ni, K] side by side, each a `Float8Weight`."""
     codes = np.concatenate([part.codes for part in parts])
     scales = np.concatenate([part.scales for part in parts])
     padded = np.pad(codes, ((0, 0), (0, scales.shape[1] * BLOCK - codes.shape[1])))
@@ -38,7 +37,6 @@ def join_float8(parts: Sequence[Any]) -> Float8Codes:
 
 
 def stack_float8(weights: Sequence[Float8Codes]) -> Float8Codes:
-    """The weights of all experts: [X, N, B, BLOCK]."""
     return Float8Codes(*(np.stack(field) for field in zip(*weights, strict=True)))
 
 

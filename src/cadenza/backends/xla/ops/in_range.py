@@ -22,8 +22,7 @@ def set_rows(array: jax.Array, indices: Any, rows: jax.Array, are_kept: jax.Arra
 def set_first_rows(
     array: jax.Array, indices: jax.Array, rows: jax.Array, count: jax.Array
 ) -> jax.Array:
-    """`array` [S, ...] with the first `count` [] of `rows` [T, ...] at `indices` [T]: `set_rows`
-    without a search."""
+    """`set_rows` of the first `count` [] of `rows` [T, ...], without a search."""
     index = jnp.arange(len(indices))
     source = jnp.where(index < count, index, 0)
     at = jnp.where(count > 0, indices[source], 0)
@@ -32,8 +31,7 @@ def set_first_rows(
 
 
 def set_row(array: jax.Array, index: Any, row: jax.Array, is_kept: jax.Array) -> jax.Array:
-    """`array` with `row` at `index`, an index or a tuple, if `is_kept` []; otherwise of any
-    value."""
+    """`array` with `row` at `index`, an index or a tuple, if `is_kept` []."""
     first, *others = index if isinstance(index, tuple) else (index,)
     at = (jnp.where(is_kept, first, 0), *others)
     kept = jnp.where(is_kept, row.astype(array.dtype), array[at])

@@ -15,7 +15,6 @@ def _rows_of(shape: tuple[int, int]) -> jax.Array:
 
 
 def _with_spare(shape: tuple[int, int], dtype: Any) -> jax.Array:
-    """Zeros [L, V + 1], with an element for the id V."""
     return jnp.zeros((shape[0], shape[1] + 1), dtype)
 
 

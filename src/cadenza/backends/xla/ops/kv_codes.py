@@ -12,8 +12,7 @@ import numpy as np
 from cadenza.backends.xla.ops.quantised import quantise_groups, scale_groups
 from cadenza.weights.quantised_weight import MOST_CODE
 
-SUB_BLOCK = 16
-"""Tokens whose weights have one scale; sub-blocks start at multiples of it."""
+SUB_BLOCK = 16  # tokens whose weights have one scale; sub-blocks start at multiples of it
 
 FINE_PER_COARSE = 254
 MOST_WEIGHT_CODE = 254
@@ -27,13 +26,11 @@ class CodedHeads(NamedTuple):
 
 
 def filled_heads(shape: tuple[int, ...], fill: float) -> CodedHeads:
-    """Codes [..., D] and scales whose every element is `fill`."""
     scales = jnp.full(shape[:-1], fill / MOST_CODE, jnp.float32)
     return CodedHeads(jnp.full(shape, MOST_CODE, jnp.int8), scales)
 
 
 def encode_heads(heads: jax.Array) -> CodedHeads:
-    """Keys or values [..., D] as codes."""
     return CodedHeads(*quantise_groups(heads.astype(jnp.float32)))
 
 
@@ -52,8 +49,8 @@ def code_scores(query: jax.Array, keys: CodedHeads) -> jax.Array:
 
 
 def sum_code_values(weights: jax.Array, values: CodedHeads) -> jax.Array:
-    """The sums of values [T, B, Hkv, D] with weights [T, Hkv, G, B]: [T, Hkv, G, D]. Lanes with a
-    weight of 0 must have finite scales."""
+    """Values [T, B, Hkv, D] weighted by [T, Hkv, G, B]; lanes with weight 0 must have finite
+    scales."""
     blocks = (weights * _by_head(values.scales)).reshape(*weights.shape[:3], -1, SUB_BLOCK)
     exact, largest = scale_groups(blocks, MOST_WEIGHT_CODE)  # [T, Hkv, G, N, 16], [T, Hkv, G, N]
     codes, scales = jnp.round(exact), largest / np.float32(MOST_WEIGHT_CODE)
@@ -64,7 +61,6 @@ def sum_code_values(weights: jax.Array, values: CodedHeads) -> jax.Array:
 
 
 def _by_head(scales: jax.Array) -> jax.Array:
-    """Scales [T, B, Hkv] beside scores: [T, Hkv, 1, B]."""
     return jnp.moveaxis(scales, 1, 2)[:, :, None, :]
 
 

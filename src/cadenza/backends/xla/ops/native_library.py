@@ -28,8 +28,7 @@ from cadenza.weights.weight_format import PANEL, Correction, ScaleType, WeightFo
 LIBRARY_NAME = "_native.dylib" if sys.platform == "darwin" else "_native.so"
 
 _GATED_PANEL = PANEL // 2
-_STEPS_OF_SCALES = 2
-"""The float32 scales of a block take as many bytes as two steps of its codes."""
+_STEPS_OF_SCALES = 2  # the float32 scales of a block take as many bytes as two steps of its codes
 
 _DTYPE_CODES = {
     np.dtype(ml_dtypes.bfloat16): 0,
@@ -50,13 +49,12 @@ _FAULTY_PREFIX = "faulty_"
 
 @dataclass(frozen=True)
 class NativeLibrary(ProgramLibrary):
-    """The loaded library; created by `load_native_library` or `load_faulty_library`."""
+    """Created by `load_native_library` or `load_faulty_library`."""
 
     prefix: str = ""
 
     @property
     def target(self) -> str:
-        """The registered name of this library's FFI target, which runs a program of operations."""
         return self.prefix + _TARGET
 
     @property
@@ -79,7 +77,6 @@ class NativeLibrary(ProgramLibrary):
 
     @property
     def available_integer_isas(self) -> tuple[str, ...]:
-        """The values of CADENZA_CPU_INTEGER_ISA that this machine supports, best first."""
         return tuple(self._text("available_integer_isas").split(","))
 
     @property
@@ -89,8 +86,8 @@ class NativeLibrary(ProgramLibrary):
 
     @property
     def tile_rows(self) -> str | None:
-        """From how many rows products with quantised weights use tiles, "4 to 16" or "never"; None
-        without tiles."""
+        """From how many rows quantised products use tiles, "4 to 16" or "never"; None without
+        tiles."""
         return self._text("tile_rows") or None
 
     @property
@@ -98,8 +95,8 @@ class NativeLibrary(ProgramLibrary):
         return self.handle.cadenza_num_threads()
 
     def place_pages(self, memory: npt.NDArray[np.uint8]) -> None:
-        """Asks for large pages for memory that all threads read for long, spread over the memory
-        nodes of the process's CPUs if there are several."""
+        """Asks for large pages for memory that all threads read for long, spread over memory
+        nodes."""
         self.handle.cadenza_place_pages(_address(memory), memory.nbytes)
 
     def _text(self, name: str) -> str:
@@ -112,10 +109,9 @@ class NativeLibrary(ProgramLibrary):
         *,
         is_gated: bool = False,
     ) -> None:
-        """Packs weights [n, K] into `packed`, an array of `packed_shape`: their rows become
-        consecutive columns; a gated pair is (gate, up). Each is bf16, f16 or f32 and contiguous
-        along K, such as a slice of a mapped file. Raises ConfigError if types, sizes or alignment
-        do not match."""
+        """Packs weights [n, K] of bf16, f16 or f32, contiguous along K, into `packed`, of
+        `packed_shape`: rows become consecutive columns; a gated pair is (gate, up). Raises
+        ConfigError if types, sizes or alignment do not match."""
         sizes = num_columns(sources, is_gated=is_gated), sources[0].shape[1]
         _check_target(packed, packed_shape(*sizes, packed.dtype, is_gated=is_gated))
         extents = _extents(sources)
@@ -158,8 +154,8 @@ class NativeLibrary(ProgramLibrary):
         *,
         is_gated: bool = False,
     ) -> None:
-        """As `pack`, each part into the codes of its target: `packed` has `packed_bytes`. Floats
-        are quantised as by `checkpoint.quantised_weight`, without a copy of the weight."""
+        """As `pack`, each part into the codes of its target, `packed_bytes` in all; floats are
+        quantised without a copy."""
         targets, sources = operand.targets, operand.parts
         columns = [len(each) for each in (sources[:1] if is_gated else sources)]
         wanted = packed_bytes(
@@ -191,8 +187,7 @@ class NativeLibrary(ProgramLibrary):
     def _source(
         self, source: FloatsOrCodes, target: WeightFormat, arrays: list[npt.NDArray[Any]]
     ) -> "_CodeSource":
-        """Floats, blocks, or codes with contiguous scales and corrections; keeps what it points to
-        in `arrays`."""
+        # `arrays` keeps what the result points to.
         passed = _CodeSource(target=self._format_code(target), blocks=_NO_BLOCKS)
         if isinstance(source, np.ndarray):
             rows, passed.dtype = source, _dtype_code(source.dtype)
@@ -231,12 +226,8 @@ class NativeLibrary(ProgramLibrary):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodedOperand:
-    """Weights [Ni, K] side by side that are packed as codes.
-
-    Args:
-        targets: the format in which each part is packed.
-        order: of the inputs, which the codes of all parts have; None as they come.
-    """
+    """Weights [Ni, K] side by side, packed as codes of a target each; `order` is that of all parts'
+    inputs."""
 
     targets: Sequence[WeightFormat]
     parts: Sequence[FloatsOrCodes]
@@ -275,8 +266,6 @@ def _raise(error: bytes | None) -> None:
 
 
 def _extents(sources: Sequence[npt.NDArray[Any]]) -> tuple[Any, Any, int]:
-    """Rows and row strides in elements of each weight [n, K], and K. Raises ConfigError if a weight
-    has another K than the first or is not contiguous along K."""
     reduction = sources[0].shape[1]
     for each in sources:
         if each.shape[1] != reduction:
@@ -308,8 +297,8 @@ def packed_bytes(
     is_gated: bool = False,
     is_ordered: bool = False,
 ) -> int:
-    """Bytes of a packed weight of codes, from the format and the columns of each part; for a gated
-    weight those of one of the two. Parts of another format than the one before begin at a panel."""
+    """From the format and columns of each part, of one of a gated pair. A part of another format
+    begins at a panel."""
     width = _GATED_PANEL if is_gated else PANEL
     total = _CODES_HEADER_BYTES
     if is_ordered:
@@ -354,9 +343,8 @@ def faulty_library_path() -> Path:
 
 @functools.cache
 def load_native_library() -> NativeLibrary:
-    """Loads the library once, selects the ISA, starts the threads and registers the FFI target.
-    Raises ConfigError if it was not built or cannot be loaded, or CADENZA_CPU_ISA or
-    CADENZA_NUM_THREADS is not valid on this machine."""
+    """Selects the ISA, starts the threads, registers the FFI target. Raises ConfigError if it was
+    not built or cannot be loaded, or CADENZA_CPU_ISA or CADENZA_NUM_THREADS is not valid here."""
     path = library_path()
     if not path.exists():
         raise ConfigError(
@@ -368,8 +356,8 @@ def load_native_library() -> NativeLibrary:
 
 @functools.cache
 def load_faulty_library() -> NativeLibrary:
-    """Loads the kernels with faults once; no fault is active until one is injected. Raises
-    ConfigError if the library was not built or cannot be loaded."""
+    """No fault is active until one is injected. Raises ConfigError if it was not built or cannot be
+    loaded."""
     path = faulty_library_path()
     if not path.exists():
         raise ConfigError("the kernels with faults are not built; run `make -C csrc faults`")
@@ -407,6 +395,7 @@ _TEXTS = (
 )
 _SOURCES, _LONGS = ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_int64)
 _DENSE = (_LONGS, _LONGS, ctypes.c_int64, ctypes.c_void_p)
+# The types between the number of sources and `is_gated`.
 _PACKERS = {
     "pack": (_SOURCES, ctypes.POINTER(ctypes.c_int), *_DENSE, ctypes.c_int),
     "pack_float8": (_SOURCES, _SOURCES, *_DENSE),
@@ -415,7 +404,6 @@ _PACKERS = {
         *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64),
     ),
 }
-"""The types between the number of sources and `is_gated`."""
 
 
 def _declare(handle: ctypes.CDLL) -> None:

@@ -13,19 +13,18 @@ from cadenza.errors import ConfigError
 from cadenza.weights.dtypes import WeightDType
 
 _ALIGNMENT = 64
+# The types of the result and of the arguments.
 _ENTRY_POINTS = {
     "measure_read": (ctypes.c_double, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int),
     "measure_multiply": (ctypes.c_double, ctypes.c_int, ctypes.c_int),
     "measure_multiply_codes": (ctypes.c_double, ctypes.c_int),
     "profile_read": (ctypes.c_char_p, ctypes.c_int, ctypes.c_void_p),
 }
-"""The types of the result and of the arguments."""
 _DTYPE_CODES: dict[WeightDType, int] = {"bfloat16": 0, "float32": 1}
 
 
 class NativeInstruments:
-    """Implements `backends.base.Instruments`. Raises ConfigError if the library cannot be loaded or
-    lacks the entry points."""
+    """Raises ConfigError if the library cannot be loaded or lacks the entry points."""
 
     def __init__(self) -> None:
         self._library = load_native_library()

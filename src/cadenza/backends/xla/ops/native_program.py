@@ -19,23 +19,20 @@ import numpy as np
 
 _ALIGNMENT = 64
 
-WORKSPACE_UNIT = 256
-"""What operations use for themselves begins at a multiple of it."""
+WORKSPACE_UNIT = 256  # what operations use for themselves begins at a multiple of it
 
 _CODE_OF_DTYPE = {
     np.dtype(ml_dtypes.bfloat16): 0,
     np.dtype(np.float32): 1,
     np.dtype(np.int32): 2,
 }
-_ABSENT = 0
-"""The index of the absent array, which stands for the operand None."""
+_ABSENT = 0  # the index of the absent array, which stands for the operand None
 
 
 @dataclass(slots=True, eq=False)
 class Storage:
-    """Memory that one array after another occupies: an operand of the program, or its own. `first`
-    and `last` are the positions of the first and the last operation that use it; `offset` is its
-    place in the scratch buffer."""
+    """Memory that one array after another occupies: an operand of the program, or a part of the
+    scratch buffer from `offset` on. `first` and `last` are the operations that use it."""
 
     first: int
     last: int
@@ -72,8 +69,7 @@ class ProgramLibrary(ABC):
 
     @property
     @abstractmethod
-    def target(self) -> str:
-        """The target's registered name."""
+    def target(self) -> str: ...
 
     @functools.cached_property
     def digest(self) -> str:
@@ -106,8 +102,7 @@ class Call:
     made: Sequence[Recorded]
 
 
-Listener = Callable[[Call], None]
-"""Told of each operation once it is recorded."""
+Listener = Callable[[Call], None]  # told of each operation once it is recorded
 
 
 class NativeProgram:
@@ -128,10 +123,9 @@ class NativeProgram:
     def call(
         self, name: str, results: Any, aliases: dict[int, int] | None = None
     ) -> Callable[..., Any]:
-        """A function that records the operation `name` and returns its results as `Recorded`. Its
-        operands are arrays, `Recorded`, or None for an absent one; `results` a ShapeDtypeStruct or
-        a tuple of them. `aliases` maps operand indices to the results that reuse their memory,
-        after which nothing may use those operands."""
+        """A function that records the operation `name` and returns its results as `Recorded`.
+        Operands are arrays, `Recorded`, or None for an absent one. `aliases` maps operand indices
+        to the results that reuse their memory, after which nothing may use those operands."""
         code, names = self._library.operations[name]
         shapes = results if isinstance(results, tuple) else (results,)
         operand_of = {result: operand for operand, result in (aliases or {}).items()}
@@ -150,9 +144,8 @@ class NativeProgram:
         return record
 
     def unwritten(self, shape: jax.ShapeDtypeStruct) -> Recorded:
-        """An array that no operation has to write. As an output of the program its memory is the
-        allocator's: pages of a large one become resident as they are written, placed as those of
-        weights."""
+        """An array that no operation has to write. As an output its memory is the allocator's:
+        pages become resident as they are written, placed as those of weights."""
         return self.call("reserve", shape)()
 
     def emit(self, outputs: Any) -> Any:
@@ -202,8 +195,8 @@ class NativeProgram:
         return jax.tree.unflatten(tree, computed)
 
     def _settings(self, words: ProgramWords) -> tuple[dict[str, Any], int]:  # noqa: ARG002
-        """The target's further attributes, and the bytes after the scratch buffer's arrays that
-        operations use."""
+        # The target's further attributes, and the bytes that operations use after the scratch
+        # buffer's arrays.
         return {"is_portable": self._is_portable}, 0
 
     def _use(self, operand: Any) -> Recorded | None:

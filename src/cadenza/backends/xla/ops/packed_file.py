@@ -28,8 +28,7 @@ Bytes = npt.NDArray[np.uint8]
 
 PIECE_BYTES = 16 << 20
 MAX_THREADS = 4
-PARTIAL = ".partial"
-"""How the names of files end that are not complete."""
+PARTIAL = ".partial"  # how the names of files end that are not complete
 
 _MAGIC = b"cadenza packed 1"
 _END = struct.Struct("<QI16s")  # bytes of the description, its CRC-32, the magic
@@ -48,15 +47,13 @@ class ArraySpec:
         return cls(tuple(map(int, shape)), np.dtype(dtype).name)
 
 
+# What a file held: each array's description and bytes, in the order of allocation.
 PackedContent = list[tuple[ArraySpec, Bytes]]
-"""What a file held: each array's description and bytes, in the order of allocation."""
 
-_Piece = tuple[Bytes, int]
-"""A part of an array, and its place in the file."""
+_Piece = tuple[Bytes, int]  # a part of an array, and its place in the file
 
 
-class _DamagedError(Exception):
-    """The file is not what was written."""
+class _DamagedError(Exception): ...
 
 
 class PackedFile:
@@ -67,9 +64,8 @@ class PackedFile:
         self._piece_bytes = piece_bytes
 
     def read(self, allocate: Callable[[Sequence[int]], Sequence[Bytes]]) -> PackedContent | None:
-        """The content, in memory of `allocate`, which is given the sizes of all arrays; None if
-        there is none. A damaged file is removed, with a warning.
-        """
+        """The content, in memory that `allocate` gives for the sizes of all arrays; None if there
+        is none. A damaged file is removed, with a warning."""
         try:
             with self._path.open("rb") as file:
                 content = _read(file.fileno(), allocate)
@@ -150,7 +146,6 @@ def _read(descriptor: int, allocate: Callable[[Sequence[int]], Sequence[Bytes]])
 
 
 def _read_description(descriptor: int) -> tuple[dict[str, Any], int]:
-    """The description, which has its checksum, and the bytes before it."""
     size = os.fstat(descriptor).st_size
     start = size - _END.size
     if start < 0:

@@ -23,11 +23,8 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class PackedMemory:
-    """Allocates from large chunks, whose pages become resident when they are first written.
-
-    Of a `file`, the arrays are taken in the order in which they were written. `keep` writes it if
-    an array was packed anew. `place` is called with each chunk before anything is written to it.
-    """
+    """Arrays of a `file` are taken in the order in which they were written; `keep` writes it if one
+    was packed anew. `place` is called with each chunk before anything is written to it."""
 
     def __init__(
         self, file: PackedFile | None = None, place: Callable[[Bytes], None] | None = None
@@ -50,7 +47,7 @@ class PackedMemory:
         dtype: npt.DTypeLike,
         pack: Callable[[npt.NDArray[Any]], None],
     ) -> npt.NDArray[Any]:
-        """An array, aligned to 64 bytes, with the content that `pack` writes into it."""
+        """With the content that `pack` writes into it."""
         array = self._take_stored(ArraySpec.of(shape, dtype))
         if array is None:
             array = self.empty(shape, dtype)
@@ -61,19 +58,17 @@ class PackedMemory:
         return array
 
     def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-        """An uninitialised array, aligned to 64 bytes."""
         num_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
         return self._allocate(num_bytes).view(dtype).reshape(shape)
 
     def keep(self) -> None:
-        """Ends the loading: writes the file if it did not have every array."""
+        """Ends the loading: writes the file if it lacked an array."""
         if self._file is not None and self._has_packed:
             self._file.write(self._arrays)
         self._file = None
         self._arrays, self._stored = [], []
 
     def _take_stored(self, wanted: ArraySpec) -> npt.NDArray[Any] | None:
-        """The next array of the file; None without one, or once another one was wanted."""
         if not self._stored:
             return None
         spec, content = self._stored.pop(0)
@@ -94,8 +89,7 @@ class PackedMemory:
         return memory
 
     def _new_chunk(self, num_bytes: int) -> Bytes:
-        """A chunk aligned to a huge page. On Linux, numpy requests huge pages for arrays this
-        large."""
+        # On Linux, numpy requests huge pages for arrays this large.
         memory = np.empty(num_bytes + _LARGE_PAGE, np.uint8)
         if self._place is not None:
             self._place(memory)

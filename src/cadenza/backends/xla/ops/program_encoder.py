@@ -25,8 +25,7 @@ _CODE_OF_ACTIVATION: dict[EncoderActivation, int] = {
     "gelu": 2,
     "quick_gelu": 3,
 }
-_LANES = 16
-"""Rows of a block of keys; columns of values are a multiple of it."""
+_LANES = 16  # rows of a block of keys; columns of values are a multiple of it
 
 
 class ProgramEncoderOps(ProgramRecorder):
@@ -101,7 +100,7 @@ class ProgramEncoderOps(ProgramRecorder):
         return call(x, *images, count, part=part, adds=adds)
 
     def _call_encoder(self, name: str, results: Any, aliases: dict[int, int] | None = None) -> Any:
-        """As `_call`. Raises ConfigError if the library has no such operation."""
+        """Raises ConfigError if the library has no such operation."""
         if name not in self._new_program().operations:
             raise ConfigError(
                 f"the {self.name} kernels have no operation {name} of image towers; build them "

@@ -41,13 +41,7 @@ from cadenza.backends.xla.ops.table import (
 from cadenza.batch.step_schema import LogitInputs, specs_of
 from cadenza.config import PAGE_SIZE_UNIT
 from cadenza.kernel_proof import ProvenProduct
-from cadenza.models.layer_kind import (
-    ConvShape,
-    DeltaShape,
-    KVGroup,
-    Recurrence,
-    ScanShape,
-)
+from cadenza.models.layer_kind import ConvShape, DeltaShape, KVGroup, Recurrence, ScanShape
 from cadenza.models.model_config import Activation
 from cadenza.weights.quantised_weight import MOST_CODE, HostWeight
 from cadenza.weights.weight_format import WeightFormat
@@ -58,11 +52,10 @@ _CODE_OF_ACTIVATION: dict[Activation, int] = {
     "gelu": 2,
     "clamped_swiglu": 3,
 }
+# Of the scale of a key or value of one head, after its int8 codes.
 _SCALE_BYTES = np.dtype(np.float32).itemsize
-"""Of the scale of a key or value of one head, after its int8 codes."""
 
-_LANES = 16
-"""Columns of a state side by side."""
+_LANES = 16  # columns of a state side by side
 
 _NO_WINDOW = 0
 _NO_CAP = 0.0
@@ -100,8 +93,8 @@ class ProgramOps(ProgramEncoderOps):
         products: Sequence[Product],  # noqa: ARG002 (nothing chooses among kernels)
         rows: Sequence[int],  # noqa: ARG002
     ) -> tuple[ProvenProduct, ...]:
-        """Decides which kernel computes each product in steps of so many rows, where there is a
-        choice. Raises ConfigError with the shape of a product that has other bits in some step."""
+        """Decides which kernel computes each product in steps of so many rows. Raises ConfigError
+        with the shape of a product that has other bits in some step."""
         return ()
 
     @abstractmethod
@@ -115,7 +108,7 @@ class ProgramOps(ProgramEncoderOps):
         """The weights [X, ...] of experts with equal parts, in the table's layout; no biases."""
 
     def _placed(self, weight: npt.NDArray[Any]) -> Any:
-        """Where a held weight stays until the runner takes all of them."""
+        # Where a held weight stays until the runner takes all of them.
         return weight
 
     def load_linear(
@@ -493,7 +486,6 @@ def _filled_codes(shape: tuple[int, ...], code: int, fill: float) -> jax.Array:
 
 
 def _columns(logits: LogitInputs[jax.Array]) -> jax.Array:
-    """The fields of the logit rows as 32-bit words, in declaration order: [columns, L]."""
     parts = [
         jax.lax.bitcast_convert_type(getattr(logits, spec.name), jnp.int32)
         .reshape(-1, spec.columns)
@@ -509,7 +501,6 @@ def _rows_of(step: tuple[StepArrays, StepStates]) -> tuple[jax.Array, ...]:
 
 
 def _memory(step: StepArrays) -> tuple[jax.Array | None, ...]:
-    """Rules [L, W], page table [R, P] and history [slots]; absent if no row has rules."""
     if step.rules is None:
         return (None,) * 3
     return step.rules.records, step.page_table, step.rules.history

@@ -23,8 +23,7 @@ class ProgramRecorder(OpTable, ABC):
         self._program: NativeProgram | None = None
 
     @abstractmethod
-    def _new_program(self) -> NativeProgram:
-        """An empty program for the table's library."""
+    def _new_program(self) -> NativeProgram: ...
 
     def unwritten(self, shape: tuple[int, ...], dtype: Any) -> jax.Array:
         program = self._new_program()
@@ -32,11 +31,10 @@ class ProgramRecorder(OpTable, ABC):
 
     @property
     def _stored_dtype(self) -> Any:
-        """Of pools of activations: XLA copies bfloat16 by way of float32 on a CPU."""
+        # XLA copies bfloat16 by way of float32 on a CPU.
         return np.uint16 if self._spec.dtype == jnp.bfloat16 else self._spec.dtype
 
     def _filled(self, shape: tuple[int, ...], fill: float) -> jax.Array:
-        """A pool of activations, each of which is `fill`."""
         return jnp.full(shape, np.full((), fill, self._spec.dtype).view(self._stored_dtype))
 
     def compute(self, decode: Callable[[OpTable], Any]) -> Any:

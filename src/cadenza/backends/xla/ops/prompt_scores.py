@@ -60,13 +60,12 @@ def add_scores(
 
 
 def _bits(numbers: jax.Array) -> jax.Array:
-    """Float32 numbers >= 0 as integers of the same order, in which NaN is the largest: XLA's own
-    maximum over an axis of a CPU may leave it out."""
+    # NaN is the largest of the bits: XLA's own maximum over an axis of a CPU may leave it out.
     return jax.lax.bitcast_convert_type(numbers, jnp.uint32)
 
 
 def _pooled(weights: jax.Array) -> jax.Array:
-    """The sums [..., N] over `POOL` keys around each, in ascending order."""
+    # In ascending order.
     half, length = POOL // 2, weights.shape[-1]
     padded = jnp.pad(weights, [(0, 0)] * (weights.ndim - 1) + [(half, half)])
     total = padded[..., :length]

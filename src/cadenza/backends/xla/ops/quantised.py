@@ -24,12 +24,11 @@ from cadenza.weights.quantised_weight import (
 )
 from cadenza.weights.weight_format import GROUP, INT4, WeightFormat
 
+# A group whose largest magnitude is smaller counts as zero, so that no later value is denormal.
 SMALLEST_LARGEST = np.float32(2.0**-64)
-"""A group whose largest magnitude is smaller counts as zero, so that no later value is denormal."""
 
 
-REMAINDER_SPAN = 64
-"""Groups of a row, of which one has second codes."""
+REMAINDER_SPAN = 64  # groups of a row, of which one has second codes
 
 
 class Codes(NamedTuple):
@@ -42,8 +41,7 @@ class Codes(NamedTuple):
     order: Any | None = None  # [..., K]: of the inputs that the codes belong to
 
 
-CodedParts = tuple[Codes, ...]
-"""Weights side by side, each in its own format."""
+CodedParts = tuple[Codes, ...]  # weights side by side, each in its own format
 
 
 def as_operand(parts: Sequence[HostWeight], format: WeightFormat) -> Sequence[FloatsOrCodes]:
@@ -66,7 +64,6 @@ def are_codes(parts: Sequence[FloatsOrCodes], format: WeightFormat) -> bool:
 
 
 def formats_of(parts: Sequence[FloatsOrCodes], format: WeightFormat) -> list[WeightFormat]:
-    """The formats of the parts of an operand that is held as codes."""
     return [format if isinstance(part, np.ndarray) else part.format for part in parts]
 
 
@@ -115,7 +112,6 @@ def _order_of(parts: Sequence[FloatsOrCodes]) -> InputOrder | None:
 
 
 def stack_codes(weights: Sequence[CodedParts], orders: Sequence[InputOrder | None]) -> CodedParts:
-    """The weights of all experts: [X, N, ...] in each part, whose formats are equal."""
     ordered = [
         tuple(part._replace(order=order) for part in parts)
         for parts, order in zip(weights, orders, strict=True)
@@ -124,9 +120,9 @@ def stack_codes(weights: Sequence[CodedParts], orders: Sequence[InputOrder | Non
 
 
 def quantise_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Codes int8 [T, 2 G, GROUP] and scales float32 [T, 2 G] of activations [T, K]: those of the
-    groups, then second codes, 0 in all but one group of each span. A group that is not finite has a
-    NaN scale, so that its row's outputs are NaN."""
+    """Codes int8 [T, 2 G, GROUP] and scales float32 [T, 2 G] of activations [T, K]: of the groups,
+    then second codes, 0 in all but one group of each span. A group that is not finite has a NaN
+    scale."""
     wide = x.astype(jnp.float32)
     padded = jnp.pad(wide, ((0, 0), (0, -x.shape[1] % GROUP)))
     groups = padded.reshape(len(x), -1, GROUP)
@@ -140,7 +136,6 @@ def quantise_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _is_largest(scales: jax.Array) -> jax.Array:
-    """Whether a group has the largest scale of its span and is the first with it: bool [T, G]."""
     used = jnp.nan_to_num(scales, nan=0.0)
     num_groups = scales.shape[1]
     padded = jnp.pad(used, ((0, 0), (0, -num_groups % REMAINDER_SPAN)))
@@ -158,9 +153,9 @@ def quantise_groups(groups: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def scale_groups(groups: jax.Array, most: int) -> tuple[jax.Array, jax.Array]:
-    """Groups [..., n] in float32, scaled so that the largest magnitude of each is `most`, and these
-    magnitudes [...]. A group that is not finite is scaled to 0 and has NaN; one of very small
-    elements has 0 in both."""
+    """Groups [..., n] in float32, scaled to the largest magnitude `most`, and their magnitudes
+    [...]: NaN, with a group of 0, for one that is not finite; 0 in both for one of very small
+    elements."""
     largest = jnp.max(jnp.abs(groups), axis=-1)  # NaN propagates
     is_finite = jnp.isfinite(largest)
     is_used = is_finite & (largest >= SMALLEST_LARGEST)
@@ -177,7 +172,6 @@ def quantised_product(x: jax.Array, parts: CodedParts) -> jax.Array:
 
 
 def _product(codes: jax.Array, scales: jax.Array, weight: Codes) -> jax.Array:
-    """Codes [T, 2 G, GROUP] with scales [T, 2 G] times one weight."""
     num_groups, num_parts, part_len = weight.codes.shape[-3:]
     cut = codes.reshape(*codes.shape[:2], num_parts, part_len)
     totals = jnp.sum(cut.astype(jnp.int32), axis=-1)  # [T, 2 G, parts]

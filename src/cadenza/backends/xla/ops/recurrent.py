@@ -32,14 +32,12 @@ _Step = tuple[StepArrays, StepStates]
 
 
 class _RowStates(NamedTuple):
-    """Of all rows, [R, ...], or of one; float32."""
-
     inputs: jax.Array  # [J - 1, M]
     states: jax.Array | None  # [Hv, Dk, Dv]
 
 
+# The output of one token, from its inputs and its row's state, and the state after it.
 _Advance = Callable[[Any, _RowStates], tuple[jax.Array, _RowStates]]
-"""The output of one token, from its inputs and its row's state, and the state after it."""
 
 
 def gated_delta(
@@ -98,8 +96,6 @@ def selective_scan(
 def _run_rows(
     advance: _Advance, given: Any, pool: StatePool, step: _Step, layer: int
 ) -> tuple[jax.Array, StatePool]:
-    """All tokens of a step in order: what `advance` gives for each of `given` [T, ...], in float32,
-    and the pool."""
     arrays, slots = step
     held = jax.tree.map(lambda side: _begin(side, slots.initial, layer), pool)
     rows = _RowStates(held.inputs, held.states)
@@ -123,7 +119,6 @@ def _run_rows(
 
 
 def _begin(side: jax.Array, initial: jax.Array, layer: int) -> jax.Array:
-    """What rows begin with, [R, ...], float32."""
     held = side[jnp.maximum(initial, 0), layer].astype(jnp.float32)
     is_held = (initial >= 0).reshape(-1, *(1,) * (held.ndim - 1))
     return jnp.where(is_held, held, 0.0)
@@ -132,7 +127,6 @@ def _begin(side: jax.Array, initial: jax.Array, layer: int) -> jax.Array:
 def _convolve(
     own: jax.Array, inputs: jax.Array, weights: jax.Array, bias: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """The convolution [M] at one token's own input [M], and the newest inputs [J - 1, M] then."""
     window = jnp.concatenate([inputs, own[None].astype(jnp.float32)])  # [J, M]
     sums = jnp.sum(window * weights, axis=0)
     return sums if bias is None else sums + bias, window[1:]
@@ -145,7 +139,6 @@ def _advance_delta(
     weights: DeltaWeights,
     layer: RecurrentLayer[DeltaShape],
 ) -> tuple[jax.Array, _RowStates]:
-    """The output [Hv Dv] of one token, and its row's state after it."""
     shape = layer.shape
     sums, inputs = _convolve(token.mixed, now.inputs, weights.conv, None)
     mixed = jax.nn.silu(sums)
@@ -184,7 +177,6 @@ def _advance_scan(
     weights: ScanWeights,
     layer: RecurrentLayer[ScanShape],
 ) -> tuple[jax.Array, _RowStates]:
-    """The output [Hv Dv] of one token, and its row's state after it."""
     shape = layer.shape
     sums, inputs = _convolve(token.mixed, now.inputs, weights.conv, weights.conv_bias)
     parts = [shape.value_width, shape.value_width + shape.group_width]

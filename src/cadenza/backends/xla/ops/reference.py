@@ -23,20 +23,10 @@ from cadenza.backends.xla.ops.experts import (
     num_experts,
     silu_gate,
 )
-from cadenza.backends.xla.ops.float8 import (
-    are_float8,
-    float8_product,
-    join_float8,
-    stack_float8,
-)
-from cadenza.backends.xla.ops.head_math import (
-    rms_norm,
-    soft_cap,
-)
+from cadenza.backends.xla.ops.float8 import are_float8, float8_product, join_float8, stack_float8
+from cadenza.backends.xla.ops.head_math import rms_norm, soft_cap
 from cadenza.backends.xla.ops.jax_arrays import CHOICE
-from cadenza.backends.xla.ops.kv_codes import (
-    filled_heads,
-)
+from cadenza.backends.xla.ops.kv_codes import filled_heads
 from cadenza.backends.xla.ops.quantised import (
     are_codes,
     as_floats,
@@ -66,13 +56,7 @@ from cadenza.backends.xla.ops.table import (
     StepStates,
 )
 from cadenza.errors import ConfigError
-from cadenza.models.layer_kind import (
-    ConvShape,
-    DeltaShape,
-    KVGroup,
-    Recurrence,
-    ScanShape,
-)
+from cadenza.models.layer_kind import ConvShape, DeltaShape, KVGroup, Recurrence, ScanShape
 from cadenza.models.model_config import Activation
 from cadenza.weights.quantised_weight import HostWeight
 from cadenza.weights.weight_format import FLOAT8, WeightFormat, joined
@@ -96,8 +80,8 @@ class OpTable(AttentionOps):
     is_opaque = False  # XLA may fuse an operation with those around it, and round elsewhere
 
     def token_buckets(self, max_num_batched_tokens: int) -> tuple[int, ...]:
-        """Sizes T (tokens per step) to compile programs for, ascending: here a single one, so every
-        step has one shape. Raises ConfigError above `MAX_TOKENS`."""
+        """Sizes T to compile programs for, ascending; a single one here. Raises ConfigError above
+        `MAX_TOKENS`."""
         if max_num_batched_tokens > MAX_TOKENS:
             raise ConfigError(
                 f"--max-num-batched-tokens {max_num_batched_tokens} is above {MAX_TOKENS}, the "
@@ -132,7 +116,6 @@ class OpTable(AttentionOps):
         bias: Sequence[npt.NDArray[Any]] = (),
         format: WeightFormat | None = None,
     ) -> Linear:
-        """Gate and up [F, E], for `gated_linear`."""
         return self.load_linear(parts, bias, format)
 
     def load_experts(
@@ -141,8 +124,8 @@ class OpTable(AttentionOps):
         format: WeightFormat | None = None,
         biases: Sequence[Sequence[npt.NDArray[Any]]] = (),
     ) -> Linear:
-        """The weight [E, F] of each expert, for `grouped_linear`, or its gate and up [F, E], for
-        `grouped_gated_linear`, and the biases of each, if any."""
+        """The weight [E, F] of each expert, or its gate and up [F, E], and the biases of each, if
+        any."""
         num_out, bias = sum(map(len, experts[0])), expert_biases(biases)
         if all(are_float8(parts) for parts in experts):
             weight = stack_float8([join_float8(parts) for parts in experts])
@@ -160,8 +143,7 @@ class OpTable(AttentionOps):
         return Linear(stack_codes(codes, orders_of(operands)), bias, common, num_out)
 
     def new_kv_pool(self, group: KVGroup, num_pages: int, fill: float | None) -> KVPool:
-        """`num_pages` for the layers of `group`, every element `fill` or unwritten; called under
-        tracing."""
+        """Every element `fill` or unwritten; called under tracing."""
         fill = fill or 0.0
         slots = num_pages * self._spec.page_size
         shape = (slots, len(group.layers), group.num_kv_heads, group.head_dim)
@@ -174,8 +156,8 @@ class OpTable(AttentionOps):
     def copy_slots(
         self, pool: KVPool, source: jax.Array, destination: jax.Array, count: int
     ) -> KVPool:
-        """Copies `count` slots from slot `source` [] to slot `destination` [], in place. All three
-        are multiples of `PAGE_SIZE_UNIT`; neither range crosses a page boundary."""
+        """In place, all three multiples of `PAGE_SIZE_UNIT`; neither range crosses a page
+        boundary."""
 
         def copy(side: jax.Array) -> jax.Array:
             slots = jax.lax.dynamic_slice_in_dim(side, source, count)
@@ -227,7 +209,6 @@ class OpTable(AttentionOps):
         return jnp.where(indices[:, None] >= 0, x[jnp.maximum(indices, 0)], 0)
 
     def take_logit_rows(self, x: jax.Array, step: StepArrays) -> jax.Array:
-        """The rows of x [T, ·] at `LogitInputs.token_indices`: [L, ·], `num_logits` defined."""
         return self.take_rows(x, step.logits.token_indices, step.num_logits)
 
     def linear(
@@ -270,7 +251,6 @@ class OpTable(AttentionOps):
         return self._gate(gate, up)
 
     def _gate(self, gate: jax.Array, up: jax.Array) -> jax.Array:
-        """Activations [T, F]."""
         return _GATES[self._model.activation](gate, up).astype(self._spec.dtype)
 
     def route_experts(
@@ -281,9 +261,9 @@ class OpTable(AttentionOps):
         factors: Any | None = None,
         bias: Any | None = None,
     ) -> ExpertChoice:
-        """The experts of x [T, E] with the largest router logits, or of a `SigmoidChoice`, whose
-        `bias` [X] is given; ties go to the lowest id. Their weights follow the model's `experts`
-        and include its `residual_scale`, and the `factors` [X] of the experts if there are any."""
+        """The experts of x [T, E] with the largest router logits, or of a `SigmoidChoice` with its
+        `bias` [X]. Their weights include the model's `residual_scale` and the `factors` [X], if
+        any."""
         choice = choose_experts(_matmul(x, router), Routing.of(self._model), bias)
         if factors is None:
             return choice
@@ -298,7 +278,6 @@ class OpTable(AttentionOps):
     def grouped_gated_linear(
         self, x: jax.Array, weight: Linear, choice: ExpertChoice, count: jax.Array
     ) -> jax.Array:
-        """`gated_linear` with each of a token's experts: [T, E] to activations [T, A, F]."""
         gate = _GATES[self._model.activation]
         return grouped_gated_linear(x, weight, choice.ids, gate)
 
@@ -342,9 +321,8 @@ class OpTable(AttentionOps):
         step: tuple[StepArrays, StepStates],
         layer: RecurrentLayer[DeltaShape],
     ) -> tuple[jax.Array, StatePool]:
-        """A gated delta net (`ops.recurrent`) between its projections. Like all layers with a state
-        it returns activations [T, Hv Dv] and the pool with what the tokens keep, in place. A slot
-        that a row begins with is kept by no other row of the step."""
+        """Like all layers with a state it returns activations [T, Hv Dv] and the pool with what
+        tokens keep, in place. A slot that a row begins with is kept by no other row of the step."""
         return gated_delta(given, weights, pool, step, layer)
 
     def short_conv(
@@ -355,7 +333,7 @@ class OpTable(AttentionOps):
         step: tuple[StepArrays, StepStates],
         layer: RecurrentLayer[ConvShape],
     ) -> tuple[jax.Array, StatePool]:
-        """A gated short convolution of `given`, B, C and x in activations [T, 3 M]: [T, M]."""
+        """Of `given`, B, C and x in activations [T, 3 M]: [T, M]."""
         return short_conv(given, weights, pool, step, layer)
 
     def selective_scan(
@@ -366,17 +344,14 @@ class OpTable(AttentionOps):
         step: tuple[StepArrays, StepStates],
         layer: RecurrentLayer[ScanShape],
     ) -> tuple[jax.Array, StatePool]:
-        """A selective scan (`ops.recurrent`) between its projections: [T, Hv Dv]."""
         return selective_scan(given, weights, pool, step, layer)
 
     def next_tokens(self, x: jax.Array, head: Linear, step: StepArrays) -> jax.Array:
-        """Computes logits of x [L, E], with the model's divisor and soft cap, and chooses a token
-        for each row: int32 [L, C]. Logits that are not finite stay, so that the row state reports
-        them."""
+        """A token for each row of x [L, E]: int32 [L, C]. Logits that are not finite stay, for the
+        row state."""
         return self._choose(_matmul(x, head), step)
 
     def _choose(self, logits: jax.Array, step: StepArrays) -> jax.Array:
-        """The row results of logits [L, V]."""
         logits = self._shape_logits(logits)
         ruled = apply_rules(logits, step, self._spec.page_size)
         if self._model.placeholder is not None:
@@ -385,7 +360,7 @@ class OpTable(AttentionOps):
         return CHOICE.choose_tokens(logits, step.logits, ruled)
 
     def _shape_logits(self, logits: jax.Array) -> jax.Array:
-        """Divides, then caps the logits; those that are not finite are kept for the row state."""
+        # Those that are not finite are kept for the row state.
         model = self._model
         if model.logit_divisor != 1.0:
             logits = logits / np.float32(model.logit_divisor)
@@ -395,7 +370,6 @@ class OpTable(AttentionOps):
 
 
 def _matmul(x: jax.Array, weight: Linear) -> jax.Array:
-    """x [·, K] times the transposed weight [N, K], in float32."""
     if weight.format.is_quantised or weight.format == FLOAT8:
         product = quantised_product if weight.format.is_quantised else float8_product
         y = product(x, weight.weight)

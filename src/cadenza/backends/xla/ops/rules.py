@@ -30,7 +30,6 @@ def apply_rules(logits: jax.Array, step: StepArrays, page_size: int) -> jax.Arra
 
 
 def _contexts(step: StepArrays, lengths: jax.Array, page_size: int) -> jax.Array:
-    """The tokens before each logit row's position [L, N]; NONE from `lengths` on."""
     assert step.rules is not None
     tables = step.page_table[step.logits.rows]  # [L, P]
     positions = jnp.arange(tables.shape[1] * page_size)  # [N]

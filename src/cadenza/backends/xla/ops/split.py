@@ -18,11 +18,9 @@ from cadenza.backends.xla.ops.table import DecoderSpec, HeadFactors, KVPool, Lin
 from cadenza.models.layer_kind import HeadShape
 from cadenza.models.split import NUM_SPANS
 
-AXIS = "devices"
-"""The name of the mesh's axis."""
+AXIS = "devices"  # the name of the mesh's axis
 
-TILE = 64
-"""Outputs of a tile, at most."""
+TILE = 64  # outputs of a tile, at most
 
 
 class SplitOps(OpTable):
@@ -106,7 +104,6 @@ class SplitOps(OpTable):
         return self._choose(self._logits(x, head), step)
 
     def _logits(self, x: jax.Array, head: Linear) -> jax.Array:
-        """[L, V]: every device has them all."""
         size = self._model.vocab_size
         if size % NUM_SPANS:
             return _tiled_product(x, head.weight, NUM_SPANS)
@@ -119,12 +116,10 @@ class SplitOps(OpTable):
         return jax.lax.all_gather(own, AXIS, axis=1, tiled=True)
 
     def _columns(self, x: jax.Array, weight: Linear) -> jax.Array:
-        """x W in float32, of the outputs that the device has."""
         y = _tiled_product(x, weight.weight, self._num_devices)
         return y if weight.bias is None else y + weight.bias
 
     def _spans(self, x: jax.Array, weight: Linear) -> jax.Array:
-        """The sum of all devices' products, in float32."""
         num_spans = NUM_SPANS // self._num_devices
         inputs = jnp.split(x, num_spans, axis=1)
         parts = jnp.split(weight.weight, num_spans, axis=1)
@@ -138,21 +133,17 @@ class SplitOps(OpTable):
 
 
 def _tree(sums: list[jax.Array]) -> jax.Array:
-    """The sum of neighbours, then of neighbouring sums, to the last."""
     while len(sums) > 1:
         sums = [a + b for a, b in zip(sums[::2], sums[1::2], strict=True)]
     return sums[0]
 
 
 def _tile_of(num_out: int, num_devices: int) -> int:
-    """The size of tiles of outputs of which every number of devices has whole ones, where each of
-    `num_devices` has `num_out` outputs."""
+    # A size of which every number of devices has whole tiles.
     return gcd(TILE, max(1, num_out * num_devices // NUM_SPANS))
 
 
 def _tiled_product(x: jax.Array, weight: Any, num_devices: int) -> jax.Array:
-    """x [T, K] times the transposed weight [N, K], a part of one of N * `num_devices` outputs:
-    float32 [T, N]."""
     num_out, num_in = weight.shape
     tile = _tile_of(num_out, num_devices)
 

@@ -20,11 +20,7 @@ import numpy as np
 from cadenza.batch.step_schema import LogitInputs, RowInputs, TokenInputs, specs_of
 from cadenza.checkpoint.tensor_formats import format_of
 from cadenza.config import KVCacheDType, Quantization
-from cadenza.models.layer_kind import (
-    HeadShape,
-    LatentShape,
-    Recurrence,
-)
+from cadenza.models.layer_kind import HeadShape, LatentShape, Recurrence
 from cadenza.models.model_config import ModelConfig
 from cadenza.weights.dtypes import WeightDType
 from cadenza.weights.tensor_spec import TensorSpec
@@ -95,8 +91,8 @@ class HeadFactors(NamedTuple):
     of D values is applied to each head; a longer one is applied across all heads."""
 
     norms: tuple[Any, ...] | None  # [D] each, or [Hq D] and [Hkv D]; the first alone without keys
+    # With an odd number of columns the last one has what queries are multiplied by.
     rope: Any  # [positions, rotary_dim]: cosines, then sines; no rotation without columns
-    """With an odd number of columns the last one has what queries are multiplied by."""
     rope_positions: jax.Array  # [T]: the rows of `rope` for the step's tokens
     sinks: Any | None = None  # [Hq]: a score beside those of the tokens, whose value is 0
 
@@ -271,18 +267,15 @@ class BaseTable:
 
     name: str
 
+    # Whether XLA does not see the operations of a `compute`. Then a step has the same bits when its
+    # tokens are chosen in a `compute` of its own, and XLA has nothing to optimise.
     is_opaque: bool
-    """Whether XLA does not see the operations of a `compute`.
 
-    Then a step has the same bits when its tokens are chosen in a `compute` of its own, and XLA has
-    nothing to optimise.
-    """
-
+    # Whether rows after the true number are not computed, and any size of a step will do.
     skips_padding = False
-    """Whether rows after the true number are not computed, and any size of a step will do."""
 
+    # Whether the bits of its kernels are compared on the device at hand before a model serves.
     is_proved_at_load = False
-    """Whether the bits of its kernels are compared on the device at hand before a model serves."""
 
     def __init__(self, spec: DecoderSpec) -> None:
         self._spec = spec

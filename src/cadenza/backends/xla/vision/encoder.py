@@ -25,14 +25,7 @@ from cadenza.errors import RunnerError
 from cadenza.models.model_config import Activation, ModelConfig
 from cadenza.models.tower_spec import Tower
 from cadenza.request import Attachment
-from cadenza.vision.quanta import (
-    Blocks,
-    PartSize,
-    Quanta,
-    Quantum,
-    Stage,
-    Workspace,
-)
+from cadenza.vision.quanta import Blocks, PartSize, Quanta, Quantum, Stage, Workspace
 from cadenza.vision.tower_config import TowerConfig
 from cadenza.weights.weights import Weights
 
@@ -44,8 +37,7 @@ _GATES: dict[str, Activation] = {"gelu": "gelu", "gelu_tanh": "gelu_tanh", "silu
 
 
 def tower_spec(spec: DecoderSpec) -> DecoderSpec:
-    """The op table's constants of a tower: the text model's, with the tower's norms, activation and
-    residual sums."""
+    """The text model's constants, with the tower's norms, activation and residual sums."""
     vision = spec.model.vision
     assert vision is not None, "the model sees"
     return replace(spec, model=_tower_model(spec.model, vision.tower))
@@ -64,7 +56,7 @@ def _tower_model(model: ModelConfig, tower: TowerConfig) -> ModelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePrograms:
-    """The compiled stages; `project` has one, or none of a model without layers, `merge` those of
+    """`project` has one, or none of a model without layers, `merge` those of
     `TowerConfig.projectors`, `attend` that of layers with and without windows."""
 
     enter: Compiled
@@ -100,7 +92,7 @@ class ImageEncoder:
         self._positions = source.table()
 
     def compile(self, state: Any, image_rows: Any, sharding: Any) -> None:
-        """Compiles every stage, for an abstract `TowerState` and abstract rows of image slots."""
+        """For an abstract `TowerState` and abstract rows of image slots."""
         compiler = _StageCompiler(self._stages, self._loaded, state, sharding)
         self._programs = compiler.compile(image_rows)
 
@@ -132,8 +124,7 @@ class ImageEncoder:
     def run(
         self, state: TowerState, image_rows: Any, calls: Sequence[ImageCall]
     ) -> tuple[TowerState, Any]:
-        """Dispatches the quanta of calls; returns the state and the rows of image slots [S, parts
-        E'], which are both donated."""
+        """Dispatches calls; the state and the rows of image slots [S, parts E'] are donated."""
         for call in calls:
             tables = self._tables(call.attachment)
             for quantum in self._quanta(call.attachment).part(call.start, call.stop):
@@ -144,7 +135,6 @@ class ImageEncoder:
         return state, image_rows
 
     def drop_part(self) -> None:
-        """Drops what was made of the part that was being encoded."""
         self._current = None
 
     def close(self) -> None:

@@ -15,8 +15,8 @@ from cadenza.vision.patches import Floats, Indices, PartOrder, band_of, part_ord
 from cadenza.vision.processor import CHANNELS, ImagePart
 from cadenza.vision.tower_config import PatchTable, TowerRope, VisionConfig
 
+# Embeddings [B, E] of patches at places [B, 2] of a part.
 TableRows = Callable[[Indices, ImagePart], Floats]
-"""Embeddings [B, E] of patches at places [B, 2] of a part."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,7 +93,6 @@ def part_of(attachment: Attachment) -> ImagePart:
 def table_rows(
     table: PatchTable, stored: npt.NDArray[Any], places: Indices, grid: tuple[int, int]
 ) -> Floats:
-    """Embeddings [B, E] of patches at `places` [B, 2] of a grid (rows, columns)."""
     row, column = places[:, 0], places[:, 1]
     match table.rule:
         case "raster":
@@ -147,7 +146,6 @@ def patch_rotations(rope: TowerRope, head_dim: int, places: Indices) -> Floats:
 
 
 def _axis_rotations(places: Indices, frequencies: list[float]) -> tuple[Floats, Floats]:
-    """Cosines and sines [N, ·] of places along one axis."""
     each = np.arange(int(places.max()) + 1, dtype=np.float64)
     cosines, sines = rotations(each[:, None] * np.array(frequencies)[None, :])
     return cosines.astype(np.float32)[places], sines.astype(np.float32)[places]

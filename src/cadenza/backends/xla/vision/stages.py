@@ -33,8 +33,7 @@ class BlockInputs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TowerStages:
-    """The stages of one tower; `ops` is a table for its `DecoderSpec`, `dtype` that of
-    activations."""
+    """`ops` is a table for its `DecoderSpec`, `dtype` that of activations."""
 
     ops: OpTable
     vision: VisionConfig
@@ -126,7 +125,6 @@ class TowerStages:
     def _attend_clipped(
         self, layer: TowerLayer, x: jax.Array, state: TowerState, given: BlockInputs
     ) -> jax.Array:
-        """The stream after a layer whose linears are clipped."""
         block, shape = given.block, encoder_shape(self.tower)
         count, size = block.num_defined, self.blocks.patches
         mixed = self.ops.compute(
@@ -152,15 +150,13 @@ class TowerStages:
         return self.ops.compute(lambda ops: ops.norm_add(product, norm.weight, x, count))
 
     def _clipped(self, x: jax.Array, weight: ClippedLinear, count: jax.Array) -> jax.Array:
-        """Float32 [B, N] of activations [B, K]."""
         least, largest, *of_output = (weight.bounds[index] for index in range(4))
         clamped = jnp.clip(x.astype(jnp.float32), least, largest).astype(self.dtype)
         y = self.ops.compute(lambda ops: ops.project(clamped, weight.linear, count))
         return jnp.clip(y, *of_output)
 
     def merge(self, index: int) -> Callable[..., TowerState]:
-        """The stage of projector `index`: (projector, state, block of tokens) to the state with
-        their rows."""
+        """The stage of projector `index`: (projector, state, block of tokens) to the state."""
         config = self.tower.projectors[index]
         size, each = self.blocks.tokens, config.side**2
 
@@ -179,15 +175,14 @@ class TowerStages:
     def keep(
         self, rows: jax.Array, image_rows: jax.Array, slots: jax.Array, count: jax.Array
     ) -> jax.Array:
-        """`image_rows` [S, parts E'] with the first `count` rows of the part [M, parts E'] at
-        `slots` [M]."""
+        """`image_rows` [S, parts E'] with the first `count` of `rows` [M, parts E'] at `slots`
+        [M]."""
         images = ImageRows(image_rows, slots)
         return self.ops.compute(lambda ops: ops.keep_rows(rows, images, 0, count))
 
     def _projected(
         self, projector: Projector, config: ProjectorConfig, x: jax.Array, count: jax.Array
     ) -> jax.Array:
-        """Activations [M, E'] of the patches of M tokens, x [M side^2, E] float32."""
         each = config.side**2
         patches = self._before(projector, config, x, count * each)
         if config.reduction == "average":
@@ -213,7 +208,6 @@ class TowerStages:
     def _before(
         self, projector: Projector, config: ProjectorConfig, x: jax.Array, count: jax.Array
     ) -> jax.Array:
-        """The patches as the reduction takes them, x [·, E] float32."""
         norm = projector.post_norm
         if norm is not None:
             return self.ops.compute(lambda ops: self._normed(ops, x, norm, count))
@@ -260,7 +254,7 @@ class TowerStages:
 
 
 def _average(x: jax.Array, each: int) -> jax.Array:
-    """The means [M, E] of rows [M each, E], which are added one after the other."""
+    # Added one after the other.
     parts = x.reshape(len(x) // each, each, x.shape[1])
     total = parts[:, 0]
     for index in range(1, each):

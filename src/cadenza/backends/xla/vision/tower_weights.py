@@ -1,8 +1,5 @@
-"""Loads the weights of a tower: the declared tree with arrays as leaves (`checkpoint.tower_spec`).
-
-What a family stores in another order than the stages compute in is put into that order here. Legend
-as in `stages`.
-"""
+"""Loads the weights of a tower: the declared tree with arrays as leaves. What a family stores in
+another order than the stages compute in is put into that order here. Legend as in `stages`."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -53,7 +50,6 @@ class TowerSource:
         )
 
     def table(self) -> npt.NDArray[Any] | None:
-        """The embeddings of positions [rows, E] as they are stored."""
         spec = declare_tower(self.vision).table
         if spec is None:
             return None
@@ -73,7 +69,7 @@ class TowerSource:
         )
 
     def _clipped_layer(self, spec: TowerLayerSpec, head_norms: Any) -> TowerLayer:
-        """A layer whose linears have bounds of their own, and so are not computed together."""
+        # Linears with bounds of their own are not computed together.
         load, (query, key, value) = self.source.linear, spec.qkv.linears
         ends = spec.attention_out, spec.mlp_out
         turned = [self._qkv(OperandSpec(linears=(each,))) for each in (query, key)]
@@ -99,8 +95,6 @@ class TowerSource:
         return rope is not None and rope.halves_are_apart
 
     def _qkv(self, spec: OperandSpec) -> Linear:
-        """Queries, keys and values; where the halves of a head are rotated by themselves, its rows
-        of queries and keys are reordered (`_head_quarters`)."""
         if not self._halves_are_apart:
             return self.source.linear(*spec.linears)
         tower = self.vision.tower
@@ -132,8 +126,7 @@ class TowerSource:
         return self.source.load(Projector, spec, norm=norm, linears=linears)
 
     def _joining(self, config: ProjectorConfig, spec: LinearSpec) -> Linear:
-        """The linear of what the reduction gives, which may be stored as [in, out], or with its
-        columns in another order."""
+        # It may be stored as [in, out], or with its columns in another order.
         if config.is_transposed and len(config.linears) == 1:
             ordered = np.ascontiguousarray(self._stored(spec.weight).T)
         elif config.joins_channels_first:
@@ -148,8 +141,8 @@ class TowerSource:
 
 
 def _head_quarters(num_heads: int, head_dim: int) -> list[tuple[int, int]]:
-    """The quarters [start, stop) of each head in the order 0, 2, 1, 3: value i of each half, which
-    pairs with value i + D / 4, then pairs with value i + D / 2 of the head."""
+    # In the order 0, 2, 1, 3: value i of each half, which pairs with value i + D / 4, then pairs
+    # with value i + D / 2.
     quarter = head_dim // 4
     firsts = [
         head * head_dim + place * quarter for head in range(num_heads) for place in (0, 2, 1, 3)
