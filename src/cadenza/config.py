@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict, cast
 
 from cadenza.errors import ConfigError, show
-from cadenza.option import checked, is_number, option
+from cadenza.option import checked, is_folder_name, is_number, is_path_or_text, option, text
 from cadenza.spec_prefill_config import SpecPrefillConfig, parse_spec_prefill
 from cadenza.speculative_config import SpeculativeConfig, parse_speculative_config
 
@@ -54,31 +54,11 @@ MIN_DISK_BYTES = 1 << 20
 _DEVICE = re.compile(r"auto|metal|(cpu|cuda|tpu)(:[0-9]{1,4})?")
 
 
-def _as_backend(value: object) -> str:
-    if not isinstance(value, str) or not value.isprintable():
-        raise ConfigError(f"--backend {show(value)} must be auto, or a backend's name")
-    return str.__str__(value)
-
-
-def _as_device(value: object) -> str:
-    if not isinstance(value, str) or not _DEVICE.fullmatch(value):
-        raise ConfigError(
-            f"--device {show(value)} is not one of auto, cpu, cuda[:n], metal, tpu[:n]"
-        )
-    return str.__str__(value)
-
-
-def _as_revision(value: object) -> str:
-    if not isinstance(value, str) or not value.isprintable():
-        raise ConfigError(f"--revision {show(value)} must be a branch, a tag or a commit")
-    return str.__str__(value)
-
-
-def _as_drafts(value: object) -> SpeculativeConfig | None:
+def _as_drafts(_: str, value: object) -> SpeculativeConfig | None:
     return None if _is_none(value) else parse_speculative_config(value)
 
 
-def _as_sparse_prompts(value: object) -> SpecPrefillConfig | None:
+def _as_sparse_prompts(_: str, value: object) -> SpecPrefillConfig | None:
     return None if _is_none(value) else parse_spec_prefill(value)
 
 
@@ -86,36 +66,7 @@ def _is_none(value: object) -> bool:
     return isinstance(value, str) and value == "none"
 
 
-def _as_chat_template(value: object) -> str:
-    text = str(value) if isinstance(value, Path) else value
-    if not isinstance(text, str) or not text.strip() or not _is_encodable(text):
-        raise ConfigError(
-            f"--chat-template {show(value)} must be a file, or the text of a chat template"
-        )
-    return str.__str__(text)
-
-
-def _as_projector(value: object) -> str:
-    text = str(value) if isinstance(value, Path) else value
-    if not isinstance(text, str) or not text.strip() or not _is_encodable(text):
-        raise ConfigError(f"--mmproj {show(value)} must be a GGUF file")
-    return str.__str__(text)
-
-
-def _is_encodable(text: str) -> bool:
-    return "\0" not in text and not any("\ud800" <= each <= "\udfff" for each in text)
-
-
-def _as_folder(value: object) -> str:
-    """A folder's path, without NUL. Raises ConfigError."""
-    text = str(value) if isinstance(value, Path) else value
-    if not isinstance(text, str) or not text.isprintable() or not text:
-        raise ConfigError(f"--prefix-cache-disk {show(text)} must be a folder's path")
-    return str.__str__(text)
-
-
-def _as_max_itl_ms(value: object) -> MaxItlMs:
-    """Raises ConfigError unless it is a number of milliseconds within bounds, auto or none."""
+def _as_max_itl_ms(_: str, value: object) -> MaxItlMs:
     if isinstance(value, str) and value in ("auto", "none"):
         return str.__str__(value)
     if is_number(value) and MIN_MAX_ITL_MS <= cast(float, value) <= MAX_MAX_ITL_MS:
@@ -149,9 +100,12 @@ class EngineConfig:
         ConfigError: a value is outside its bounds; the message names the flag.
     """
 
-    backend: str = option("auto", "What computes.", read=_as_backend)
+    backend: str = option("auto", "What computes.", read=text("must be auto, or a backend's name"))
     device: str = option(
-        "auto", "Where it computes.", read=_as_device, metavar="auto|cpu|cuda[:n]|metal|tpu[:n]"
+        "auto",
+        "Where it computes.",
+        read=text("is not one of auto, cpu, cuda[:n], metal, tpu[:n]", _DEVICE.fullmatch),
+        metavar="auto|cpu|cuda[:n]|metal|tpu[:n]",
     )
     ops: Ops = option("auto", "The implementation of the model's operations.")
     tensor_parallel_size: int | None = option(
@@ -161,12 +115,11 @@ class EngineConfig:
         *("-tp", "--tp-size"),
         within=(1, 8),
     )
-    """Devices that share the model; None: one, whose arithmetic is not that of several."""
     revision: str | None = option(
         None,
         "Branch, tag or commit of a hub model; all files are read at that one commit "
         "(default: main).",
-        read=_as_revision,
+        read=text("must be a branch, a tag or a commit"),
         metavar="NAME",
     )
     dtype: DType = option(
@@ -259,7 +212,7 @@ class EngineConfig:
         None,
         "Store the KV of prompts in this folder too, from where later starts and other servers "
         "take it.",
-        read=_as_folder,
+        read=text("must be a folder's path", is_folder_name, takes_path=True),
         metavar="DIR",
     )
     prefix_cache_disk_bytes: int | None = option(
@@ -272,10 +225,9 @@ class EngineConfig:
         None,
         "A GGUF file with the model's image tower; by default the one beside a GGUF model whose "
         "name has mmproj.",
-        read=_as_projector,
+        read=text("must be a GGUF file", is_path_or_text, takes_path=True),
         metavar="FILE",
     )
-    """A GGUF file with the tower of the model; None: the one beside it, if there is one."""
     image_cache_bytes: int = option(
         DEFAULT_IMAGE_CACHE_BYTES,
         "Bytes for embeddings of images on the device, which are kept until others need the room.",
@@ -343,10 +295,11 @@ class EngineConfig:
     chat_template: str | None = option(
         None,
         "The chat template, as a file or its text, in place of the model's own, or none.",
-        read=_as_chat_template,
+        read=text(
+            "must be a file, or the text of a chat template", is_path_or_text, takes_path=True
+        ),
         metavar="FILE|TEXT|none",
     )
-    """A file, or the text of a template, in place of the model's own; "none" has none."""
     speculative_config: SpeculativeConfig | str | None = option(
         None,
         "Verify several tokens of a stream in one step: a JSON object with vLLM's names, such as "
@@ -354,7 +307,6 @@ class EngineConfig:
         read=_as_drafts,
         metavar="JSON|none",
     )
-    """None and "none" are no drafts. Other text, and a mapping, is parsed."""
     spec_prefill: SpecPrefillConfig | str | None = option(
         None,
         "Of prompts of at least `threshold` tokens compute only the chunks that a draft model "
@@ -363,7 +315,6 @@ class EngineConfig:
         read=_as_sparse_prompts,
         metavar="JSON|none",
     )
-    """None and "none" compute every prompt whole. Other text, and a mapping, is parsed."""
 
     def __post_init__(self) -> None:
         refuse_fp8_kv(self.kv_cache_dtype)

@@ -7,10 +7,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
 from operator import index
+from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, cast, get_args, get_origin
 
 from cadenza.errors import ConfigError, show
+
+Read = Callable[[str, object], object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,12 +37,12 @@ class Flag:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Option:
     """Which values an option has: inclusive bounds of a number, its unit in messages if it need not
-    be whole, and what checks and reads a value, in place of the rules of its type."""
+    be whole, and what checks and reads a value by the flag's name, in place of its type's rules."""
 
     low: float = 0
     high: float = 0
     unit: str = "a number"
-    read: Callable[[object], object] | None = None
+    read: Read | None = None
 
 
 def flag(default: Any, help: str, *names: str, has_variable: bool = False, **settings: Any) -> Any:
@@ -54,7 +57,7 @@ def option(
     *aliases: str,
     within: tuple[float, float] = (0, 0),
     unit: str = "a number",
-    read: Callable[[object], object] | None = None,
+    read: Read | None = None,
     **settings: Any,
 ) -> Any:
     """A dataclass field that is an option of the engine: a flag with a variable, and its values.
@@ -74,7 +77,7 @@ def checked(field: "dataclasses.Field[Any]", value: object) -> object:
     if value is None and NoneType in kinds:
         return None
     if declared.read is not None:
-        return declared.read(value)
+        return declared.read(name, value)
     words = words_of(field.type)
     if words:
         return _as_choice(name, value, words)
@@ -90,6 +93,29 @@ def checked(field: "dataclasses.Field[Any]", value: object) -> object:
     if int in kinds:
         return _as_integer(name, value, int(declared.low), int(declared.high))
     return _as_number(name, value, declared)
+
+
+def text(
+    wanted: str, is_valid: Callable[[str], object] = str.isprintable, *, takes_path: bool = False
+) -> Callable[[str, object], str]:
+    """What reads an option that is a text; `wanted` ends the message on one that is not valid."""
+
+    def read(name: str, value: object) -> str:
+        given = str(value) if takes_path and isinstance(value, Path) else value
+        if isinstance(given, str) and is_valid(given):
+            return str.__str__(given)
+        raise ConfigError(f"--{name} {show(given)} {wanted}")
+
+    return read
+
+
+def is_path_or_text(given: str) -> bool:
+    is_encodable = not any("\ud800" <= each <= "\udfff" for each in given)
+    return bool(given.strip()) and "\0" not in given and is_encodable
+
+
+def is_folder_name(given: str) -> bool:
+    return bool(given) and given.isprintable()
 
 
 def words_of(kind: object) -> tuple[str, ...]:

@@ -21,8 +21,8 @@ from ray.util import get_node_ip_address
 from starlette.types import Message, Receive, Scope, Send
 
 from cadenza.cli.app_flags import AppFlags
-from cadenza.cli.serve import make_service, server_options, with_template
-from cadenza.cli.served_models import ReplicaPlace
+from cadenza.cli.serve_flags import server_options, with_template
+from cadenza.cli.served_models import ReplicaPlace, make_service
 from cadenza.cluster.engine_host import EngineHost, HostOptions
 from cadenza.cluster.remote_engine import HostBook
 from cadenza.cluster.scale_policy import EngineDemand, ScaleOptions, wanted_replicas

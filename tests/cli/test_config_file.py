@@ -13,7 +13,7 @@ from cadenza.cli.app import build_app
 from cadenza.cli.config_file import read_config_file
 from cadenza.cli.options import EngineFlags, flags_of
 from cadenza.cli.sampling_flags import SamplingFlags
-from cadenza.cli.serve import ServeFlags
+from cadenza.cli.serve_flags import ServeFlags
 from cadenza.config import EngineConfig
 from cadenza.errors import ConfigError
 from tests.cli.harness import Group, Ran, taken

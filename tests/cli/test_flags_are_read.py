@@ -16,7 +16,7 @@ import pytest
 
 from cadenza.cli.chat import ChatFlags
 from cadenza.cli.generate import GenerateFlags
-from cadenza.cli.serve import ServeFlags
+from cadenza.cli.serve_flags import ServeFlags
 from cadenza.cli.verify import VerifyFlags
 from cadenza.config import EngineConfig
 from cadenza.engine.process.launch import FirstLaunch
@@ -24,29 +24,32 @@ from tests.by_day import by_day
 from tests.cli.harness import Ran
 from tests.cli.test_options import VALUES
 
+chat, generate, serve, serve_flags, served_models, verify = (
+    import_module(f"cadenza.cli.{name}")
+    for name in ("chat", "generate", "serve", "serve_flags", "served_models", "verify")
+)
 NOWHERE = "http://127.0.0.1:1"
 
-chat, generate, serve, verify = (
-    import_module(f"cadenza.cli.{name}") for name in ("chat", "generate", "serve", "verify")
-)
-GROUPS: dict[str, tuple[type[Any], ModuleType]] = {
-    "serve": (ServeFlags, serve),
-    "generate": (GenerateFlags, generate),
-    "chat": (ChatFlags, chat),
-    "verify": (VerifyFlags, verify),
+GROUPS: dict[str, tuple[type[Any], tuple[ModuleType, ...]]] = {
+    "serve": (ServeFlags, (serve, serve_flags, served_models)),
+    "generate": (GenerateFlags, (generate,)),
+    "chat": (ChatFlags, (chat,)),
+    "verify": (VerifyFlags, (verify,)),
 }
 
 
-def read_names(module: ModuleType) -> set[str]:
-    """The attributes that a module's source reads, of whatever."""
-    tree = ast.parse(inspect.getsource(module))
-    return {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+def read_names(*modules: ModuleType) -> set[str]:
+    """The attributes that the modules' sources read, of whatever."""
+    trees = [ast.parse(inspect.getsource(module)) for module in modules]
+    return {
+        node.attr for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute)
+    }
 
 
 @pytest.mark.parametrize("name", GROUPS)
 def test_every_flag_of_a_command_is_read_by_it(name: str) -> None:
-    group, module = GROUPS[name]
-    assert {field.name for field in fields(group)} <= read_names(module)
+    group, modules = GROUPS[name]
+    assert {field.name for field in fields(group)} <= read_names(*modules)
 
 
 def test_a_flag_that_is_not_read_would_be_seen() -> None:
@@ -134,7 +137,7 @@ def test_a_server_follows_generation_config_as_it_is_asked_to(
     config = EngineConfig(generation_config=chosen)  # type: ignore[arg-type]
     flags = ServeFlags()
     with closing(FirstLaunch(("true",))) as first:
-        places = serve.local_places(flags, config, first)
-        options = serve.server_options(flags)
-        service = serve.make_service([str(folder)], flags, config, options, places)
+        places = served_models.local_places(flags, config, first)
+        options = serve_flags.server_options(flags)
+        service = served_models.make_service([str(folder)], flags, config, options, places)
     assert service.models.first.text.defaults.complete({}).temperature == temperature

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cadenza.cli.serve import ServeFlags
+from cadenza.cli.serve_flags import ServeFlags
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = (ROOT / "Dockerfile").read_text().replace("\\\n", "")

@@ -10,6 +10,7 @@ Modules:
 
 - `app`: the command line program
 - `app_flags`: those flags as the keywords of a Ray Serve application
+- `serve_flags`: the flags of `serve`, as options of its parts
 - `served_models`: the models of `serve`: names, checkpoints, engine processes
 - `serve`, `generate`, `run`, `chat`, `info`, `quantize`, `export`, `bench`: one subcommand each
 - `verify`: `verify` and `replay`

@@ -12,7 +12,7 @@ import typer
 import typer.main
 
 from cadenza.cli.options import EngineFlags, with_flags
-from cadenza.cli.serve import ServeFlags
+from cadenza.cli.serve_flags import ServeFlags
 from cadenza.cli.served_models import most_waiting
 from cadenza.cluster.scale_policy import ScaleOptions
 from cadenza.config import DEFAULT_MAX_NUM_SEQS, EngineConfig

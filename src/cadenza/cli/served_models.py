@@ -1,7 +1,6 @@
-"""The models of `cadenza serve`: their names, text front ends and engine processes. Invariant: a
-model that cannot be served is refused before a port is open, as far as that is known without
-loading it.
-"""
+"""`make_service`: the models of `cadenza serve`, with their names, text front ends and engine
+processes. Invariant: a model that cannot be served is refused before a port is open, as far as that
+is known without loading it."""
 
 import logging
 import os
@@ -12,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cadenza.cli.serve_flags import ServeFlags
 from cadenza.config import EngineConfig, EngineLimits
 from cadenza.errors import ConfigError, show
 
@@ -25,10 +25,59 @@ ANY_NAME = "*"
 
 if TYPE_CHECKING:
     from cadenza.checkpoint.folder import Checkpoint
+    from cadenza.engine.process.launch import FirstLaunch
     from cadenza.engine.process.process_link import EngineChild, ProcessLink, ProcessOptions
     from cadenza.frontend.answers import AnswerParsers
     from cadenza.frontend.text_frontend import TextFrontend
     from cadenza.server.served_model import ModelNames, ServedModel
+    from cadenza.server.service import ServerOptions, Service
+
+
+def make_service(
+    words: Sequence[str | None],
+    flags: ServeFlags,
+    config: EngineConfig,
+    options: "ServerOptions",
+    places: "Sequence[ReplicaPlace]",
+) -> "Service":
+    """The models and what serves them; each has an engine at each of the places. Raises
+    CheckpointError, ConfigError."""
+    from cadenza.engine.process.process_link import ProcessOptions
+    from cadenza.engine.timeouts import RequestTimeouts
+    from cadenza.frontend.answers import AnswerParsers
+    from cadenza.loading.memory import private_memory_bytes
+    from cadenza.server.model_pool import ModelPool, PoolOptions
+    from cadenza.server.service import Service
+
+    pool_options = PoolOptions(
+        max_loaded=min(flags.max_loaded_models, len(words)),
+        idle_unload_s=flags.idle_unload,
+        max_waiting=most_waiting(config),
+        max_waiting_bytes=flags.max_bodies_bytes,
+    )
+    named = names_of(words, flags.served_model_name)
+    parsers = AnswerParsers(
+        reasoning=flags.reasoning_parser,
+        tool_calls=flags.tool_call_parser,
+        strict_tools=flags.strict_tools,
+        strict_messages=flags.strict_messages,
+        stable_prompts=flags.stable_prompts,
+        max_string=flags.structured_max_string or None,
+    )
+    opened = open_models(words, config, parsers)
+    is_local = any(each.is_local for each in places)
+    process = ProcessOptions(
+        timeouts=RequestTimeouts.of(flags.queue_timeout, flags.request_timeout),
+        on_failure=flags.on_engine_failure,
+        front_end_bytes=(private_memory_bytes() or 0) if is_local else 0,
+        bodies_bytes=flags.max_bodies_bytes if is_local else 0,
+    )
+    processes = shared_out(process, opened, pool_options.max_loaded, places)
+    models = [
+        each.served(names, own, places)
+        for each, names, own in zip(opened, named, processes, strict=True)
+    ]
+    return Service(ModelPool(models, pool_options, options.clock), options)
 
 
 def names_of(words: Sequence[str | None], asked: Sequence[str] | None) -> "list[ModelNames]":
@@ -130,6 +179,18 @@ class ReplicaPlace:
     device: str
     is_local: bool = True
     front: int = 0
+
+
+def local_places(
+    flags: ServeFlags, config: EngineConfig, first: "FirstLaunch"
+) -> "list[ReplicaPlace]":
+    """Of this machine; the first engine process has been launched already."""
+    from cadenza.engine.process.child_process import ChildProcess
+
+    def open_child(command: Sequence[str]) -> ChildProcess:
+        return ChildProcess(command, launched=first.take())
+
+    return replica_places(config.device, flags.replicas, open_child)
 
 
 def replica_places(
