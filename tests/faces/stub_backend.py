@@ -1,6 +1,6 @@
 """A second backend, as somebody would add one: a class, and a line in a table of backends.
 
-It computes with the token-storing runner and has no witness, no instruments and no faults. Nothing
+It computes with the token-storing runner and has no reference model, instruments or faults. Nothing
 here imports an array library but numpy.
 """
 

@@ -113,7 +113,7 @@ def run_verifier(processor: Squares, fault: str | None = None, **sizes: int) -> 
         make_core=make_core,
         limits=LIMITS,
         arrivals=arrivals_of(shape, **sizes),
-        witness=None,
+        reference=None,
         with_solo=True,
         clock=time.perf_counter,
         image_spans=ImageSpans(longest=largest_span(shape), are_whole=False),

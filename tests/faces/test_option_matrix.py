@@ -43,7 +43,7 @@ from cadenza.verification.option_matrix import (
     missing_pairs,
 )
 from cadenza.verification.reference import ReferenceEngine, build_reference, ruled_logits
-from cadenza.verification.verifier import ModeResult, Verifier, VerifierResult, Witness
+from cadenza.verification.verifier import ModeResult, ReferenceCheck, Verifier, VerifierResult
 from cadenza.verification.workload import Arrival, WorkloadShape, make_workload
 from tests.by_day import by_day
 
@@ -144,7 +144,7 @@ class Bench:
             make_core=make_core,
             limits=self.limits,
             arrivals=arrivals,
-            witness=Witness(reference=self.reference, make_core=make_core),
+            reference=ReferenceCheck(engine=self.reference, make_core=make_core),
             with_solo=True,
             clock=time.perf_counter,
             coverage=matrix.coverage(),

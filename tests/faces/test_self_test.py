@@ -117,7 +117,7 @@ def run_verifier(spoil: Spoil | None) -> VerifierResult:
         make_core=make_core,
         limits=LIMITS,
         arrivals=make_workload(shape),
-        witness=None,
+        reference=None,
         with_solo=True,
         clock=time.perf_counter,
         speculation=DRAFTS,

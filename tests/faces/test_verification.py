@@ -14,16 +14,15 @@ from cadenza.batch.step_schema import ModelInputs
 from cadenza.config import EngineConfig, EngineLimits, Quantization
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.errors import ConfigError
+from cadenza.verification.differences import Mismatch, first_difference
 from cadenza.verification.modes import Counts, Stream, batched_modes
 from cadenza.verification.reference import ReferenceEngine
 from cadenza.verification.run import KV_TOLERANCE, QUANTISED_TOLERANCE, VerifyOptions, verify
 from cadenza.verification.verifier import (
-    Mismatch,
     ModeResult,
+    ReferenceCheck,
     Verifier,
     VerifierResult,
-    Witness,
-    first_difference,
 )
 from cadenza.verification.workload import (
     LONGEST_PROMPT,
@@ -86,9 +85,9 @@ def test_the_gate_scores_quantised_streams_with_the_unquantised_reference(
     result, plan = verify(replace(SMALL, config=config), ignore)
     assert result.passed, result.last_line
     assert plan.quantization == quantization
-    assert result.witness_difference is not None
-    assert 0.001 < result.witness_difference < QUANTISED_TOLERANCE[quantization]
-    assert result.last_line.endswith(f" reference_difference={result.witness_difference:.4f}")
+    assert result.reference_difference is not None
+    assert 0.001 < result.reference_difference < QUANTISED_TOLERANCE[quantization]
+    assert result.last_line.endswith(f" reference_difference={result.reference_difference:.4f}")
 
 
 @pytest.mark.native
@@ -101,8 +100,8 @@ def test_the_gate_passes_over_kv_in_int8_and_scores_it_with_the_unquantised_refe
     result, plan = verify(replace(options, config=config), ignore)
     assert result.passed, result.last_line
     assert plan.kv_cache_dtype == "int8"
-    assert result.witness_difference is not None
-    assert 0.0001 < result.witness_difference < KV_TOLERANCE["int8"]
+    assert result.reference_difference is not None
+    assert 0.0001 < result.reference_difference < KV_TOLERANCE["int8"]
 
 
 class OtherModel:
@@ -121,8 +120,8 @@ def test_streams_that_are_far_from_the_reference_are_a_mismatch() -> None:
     """Negative control of the scoring: the fake runner reports a log probability of its own."""
     gate = fake_verifier(FakeRunner)
     reference = ReferenceEngine(OtherModel(), max_model_len=256)
-    witness = Witness(reference=reference, make_core=gate.make_core, tolerance=0.1)
-    result = replace(gate, witness=witness).run()
+    check = ReferenceCheck(engine=reference, make_core=gate.make_core, tolerance=0.1)
+    result = replace(gate, reference=check).run()
     assert result.mismatch is not None
     assert result.mismatch.mode == "independent reference"
     assert "a mean difference of at most 0.1" in result.mismatch.expected
@@ -165,7 +164,7 @@ def fake_verifier(kind: type[FakeRunner]) -> Verifier:
         make_core=make_core,
         limits=limits,
         arrivals=make_workload(SHAPE),
-        witness=None,
+        reference=None,
         with_solo=True,
         clock=time.perf_counter,
     )

@@ -7,7 +7,8 @@ Modules:
 
 - `run`: from a model to a verdict
 - `self_test`, `step_faults`: faults that the verifier must catch
-- `verifier`: compares streams
+- `verifier`: plays the modes and gives the verdict
+- `differences`: compares two streams
 - `workload`, `image_workload`: the requests
 - `option_matrix`: the combinations of sampling options
 - `forms`: structured outputs for them, and faults of masks

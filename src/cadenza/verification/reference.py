@@ -40,8 +40,8 @@ class ReferenceResult:
 
 class ReferenceEngine:
     """Runs requests alone. `max_model_len` limits prompt and output together, in tokens;
-    `images` is of a model that sees, whose placeholder is never sampled; it has no slots where the
-    witness takes no images."""
+    `images` is of a model that sees, whose placeholder is never sampled; it has no slots where
+    its model takes none."""
 
     def __init__(
         self,
@@ -274,23 +274,23 @@ def build_reference(
             f"{checkpoint.outline.max_position_embeddings} positions; lower it"
         )
     backend = find_backend(config.backend, backends)
-    witness = backend.load_reference(checkpoint, max_model_len)
-    if witness is None:
+    model = backend.load_reference(checkpoint, max_model_len)
+    if model is None:
         raise ConfigError(
             f"the {resolve_backend(config.backend, backends)} backend has no independent "
             f"reference model to compare with; use --reference solo"
         )
     return ReferenceEngine(
-        witness,
+        model,
         max_model_len=max_model_len,
         eos_token_ids=checkpoint.eos_token_ids,
         compile_constraint=compile_constraint,
-        images=_images_of(checkpoint, max_model_len if isinstance(witness, SeeingModel) else 0),
+        images=_images_of(checkpoint, max_model_len if isinstance(model, SeeingModel) else 0),
     )
 
 
 def _images_of(checkpoint: Checkpoint, num_slots: int) -> ImageLimits | None:
-    """No slots where the tokens of images attend to later ones, too: a witness takes a prompt in
+    """No slots where the tokens of images attend to later ones, too: the model takes a prompt in
     chunks, and has nothing of those that follow."""
     config = checkpoint.config if checkpoint.is_known else None
     if config is None or config.vision is None or config.placeholder is None:

@@ -47,11 +47,11 @@ from cadenza.verification.option_matrix import FORM_FIELD, MatrixVocabulary, Opt
 from cadenza.verification.reference import build_reference
 from cadenza.verification.step_faults import MakePacker
 from cadenza.verification.verifier import (
+    ReferenceCheck,
     ReferenceKind,
     ReportProgress,
     Verifier,
     VerifierResult,
-    Witness,
 )
 from cadenza.verification.workload import (
     Arrival,
@@ -112,9 +112,9 @@ def verify(options: VerifyOptions, report: ReportProgress) -> tuple[VerifierResu
                 make_packer=_packer_of(runners.scorer, checkpoint),
             )
             make_core = core_maker(runners.target, checkpoint, plan, parts)
-            with _witness(options, checkpoint, plan, make_core, compile_constraint) as witness:
+            with _reference(options, checkpoint, plan, make_core, compile_constraint) as check:
                 verifier = verifier_of(options, plan, workload, make_core)
-                return replace(verifier, witness=witness, report=report).run(), plan
+                return replace(verifier, reference=check, report=report).run(), plan
 
 
 @contextmanager
@@ -239,17 +239,17 @@ def _wanted_length(options: VerifyOptions, checkpoint: Checkpoint, traits: Backe
 
 
 @contextmanager
-def _witness(
+def _reference(
     options: VerifyOptions,
     checkpoint: Checkpoint,
     plan: EnginePlan,
     make_core: MakeCore,
     compile_constraint: CompileConstraint | None,
-) -> Generator[Witness | None]:
+) -> Generator[ReferenceCheck | None]:
     if options.reference == "solo":
         yield None
         return
-    reference = build_reference(
+    engine = build_reference(
         checkpoint,
         options.config,
         max_model_len=plan.limits.max_model_len,
@@ -258,27 +258,27 @@ def _witness(
     )
     tolerance = KV_TOLERANCE.get(plan.kv_cache_dtype, 0.0)
     if plan.is_quantised:
-        # The witness has a checkpoint's own codes; only the activations in int8 differ.
+        # The reference has a checkpoint's own codes; only the activations in int8 differ.
         made = plan.quantization if plan.quantization != "none" else "int8"
         tolerance += QUANTISED_TOLERANCE[made]
     if tolerance:
-        yield Witness(reference=reference, make_core=make_core, tolerance=tolerance)
+        yield ReferenceCheck(engine=engine, make_core=make_core, tolerance=tolerance)
         return
     if plan.dtype == "float32":
-        yield Witness(reference=reference, make_core=make_core)
+        yield ReferenceCheck(engine=engine, make_core=make_core)
         return
     config = replace(options.config, dtype="float32", max_model_len=plan.limits.max_model_len)
     wide = plan_model(checkpoint, config, options.backends)
     num_pages = min(plan.limits.num_pages, wide.limits.num_pages)
     wide = replace(wide, limits=replace(plan.limits, num_pages=num_pages))
-    engine = PlannedEngine(
+    planned = PlannedEngine(
         checkpoint=checkpoint, plan=wide, config=config, backends=options.backends
     )
     # Unwritten KV changes every result that depends on it.
-    runner = engine.load_warm_runner(fill=wide.traits.unwritten_fill)
+    runner = planned.load_warm_runner(fill=wide.traits.unwritten_fill)
     with closing(runner):
         parts = EngineParts(compile_constraint=compile_constraint)
-        yield Witness(reference=reference, make_core=core_maker(runner, checkpoint, wide, parts))
+        yield ReferenceCheck(engine=engine, make_core=core_maker(runner, checkpoint, wide, parts))
 
 
 def verifier_of(
@@ -288,7 +288,7 @@ def verifier_of(
         make_core=make_core,
         limits=plan.limits,
         arrivals=workload.arrivals,
-        witness=None,
+        reference=None,
         with_solo=options.reference != "independent",
         exactness=plan.traits.exactness,
         clock=time.perf_counter,

@@ -3,14 +3,11 @@ is under test is a `Player`: a `Verifier` on engines of this process, `over_http
 server. Invariant: it passes only if every comparison was made, all streams were equal, and every
 `shows` count is above zero."""
 
-import hashlib
 import math
-import struct
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 from functools import partial
-from operator import itemgetter
 from typing import Literal, Protocol
 
 from cadenza.backends.base import Exactness
@@ -20,6 +17,14 @@ from cadenza.engine.core import CoreOptions
 from cadenza.frontend.progress import BatchProgress
 from cadenza.request import Request
 from cadenza.speculative_config import SpeculativeConfig
+from cadenza.verification.differences import (
+    INDEPENDENT,
+    Mismatch,
+    difference_from_reference,
+    digest_of_streams,
+    first_difference,
+    lack_of,
+)
 from cadenza.verification.image_modes import ImageSpans, image_modes
 from cadenza.verification.modes import (
     Counts,
@@ -35,10 +40,8 @@ from cadenza.verification.modes import (
     with_scores,
 )
 from cadenza.verification.option_matrix import OptionCoverage
-from cadenza.verification.reference import ReferenceEngine, ReferenceResult
+from cadenza.verification.reference import ReferenceEngine
 from cadenza.verification.workload import Arrival
-
-WITNESS = "independent reference"
 
 ReferenceKind = Literal["independent", "solo", "both"]
 
@@ -48,19 +51,6 @@ have occurred while they were compared did not."""
 
 ReportProgress = Callable[[str], None]
 """Called with a description of the current or completed stage."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mismatch:
-    """The first difference of a stream. `index`: of the token in the output; prompt tokens with
-    logprobs have negative indices."""
-
-    mode: str
-    request: int
-    sample: int = 0
-    index: int
-    expected: str
-    actual: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,11 +67,10 @@ class ModeResult:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class VerifierResult:
-    """`coverage`: of the matrix of options, if it was played; `left_out`: what of it could not be,
-    in words. `longest`: tokens of the longest stream, prompt and output; `wanted`: without the
-    limit of the context. `witness_difference`: the mean difference that `Witness.tolerance` limits.
-    `digest`: of the solo streams, which all others must equal: of tokens, and of the bits of
-    requested log probabilities."""
+    """`coverage`: of the matrix of options, if it was played; `left_out`: what of it could not be.
+    `longest`: tokens of the longest stream, prompt and output; `wanted`: without the limit of the
+    context. `reference_difference`: the mean that `ReferenceCheck.tolerance` limits. `digest`: of
+    tokens and requested log probabilities of the solo streams, which all others must equal."""
 
     num_requests: int
     exactness: Exactness = "bitwise"
@@ -93,7 +82,7 @@ class VerifierResult:
     counts: Counts = field(default_factory=Counts)
     mismatch: Mismatch | None = None
     sequential_tokens_per_s: float = 0.0
-    witness_difference: float | None = None
+    reference_difference: float | None = None
     digest: str = ""
 
     @property
@@ -153,9 +142,9 @@ class VerifierResult:
 
     @property
     def _difference_words(self) -> str:
-        if self.witness_difference is None:
+        if self.reference_difference is None:
             return ""
-        return f" reference_difference={self.witness_difference:.4f}"
+        return f" reference_difference={self.reference_difference:.4f}"
 
     @property
     def _drafts_words(self) -> str:
@@ -272,14 +261,14 @@ def _run_trial(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Witness:
+class ReferenceCheck:
     """The independent reference, and engines on the backend to compare with it. Without a tolerance
     the engines compute in float32 like the reference, and their tokens must be equal. Quantised
     engines choose other tokens at times; with a tolerance the reference, which has the checkpoint's
     own weights, scores their streams, and `tolerance` (nats) is the largest mean difference of the
     tokens' log probabilities."""
 
-    reference: ReferenceEngine
+    engine: ReferenceEngine
     make_core: MakeCore
     tolerance: float | None = None
 
@@ -288,7 +277,7 @@ class Witness:
 class Verifier:
     """Args:
      make_core: makes engines on the runner under test, with `limits`.
-     witness: its tokens must equal those of the solo runs; None to skip that.
+     reference: its tokens must equal those of the solo runs; None to skip that.
      with_solo: compare log probabilities with solo runs bit for bit, if `exactness` promises it.
      exactness: the backend's promise (`BackendTraits`); "token" compares tokens only.
      clock: in seconds, for the throughput.
@@ -303,7 +292,7 @@ class Verifier:
     make_core: MakeCore
     limits: EngineLimits
     arrivals: tuple[Arrival, ...]
-    witness: Witness | None
+    reference: ReferenceCheck | None
     with_solo: bool
     exactness: Exactness = "bitwise"
     clock: Callable[[], float]
@@ -328,13 +317,15 @@ class Verifier:
         )
         bitwise = self.with_solo and self.exactness == "bitwise"
         alone = compare(self, result, self.report, self.clock, bitwise=bitwise)
-        result.digest = _digest_of(alone)
-        if self.witness is None or result.mismatch is not None:
+        result.digest = digest_of_streams(alone)
+        if self.reference is None or result.mismatch is not None:
             return result
-        if self.witness.tolerance is not None:
-            result.mismatch = self._score_with_witness(self.witness, self.witness.tolerance, result)
+        if self.reference.tolerance is not None:
+            result.mismatch = self._score_with_reference(
+                self.reference, self.reference.tolerance, result
+            )
         else:
-            result.mismatch = self._compare_with_witness(self.witness, alone)
+            result.mismatch = self._compare_with_reference(self.reference, alone)
         return result
 
     def play_alone(self, request: int) -> SequenceOf[Stream]:
@@ -356,73 +347,64 @@ class Verifier:
     def has_logprobs(record: TokenRecord, asked: int | None) -> bool:
         return asked == (None if math.isnan(record[1]) else len(record[3]))
 
-    def _play_alone(self, witness: Witness, arrivals: SequenceOf[Arrival]) -> list[Stream]:
+    def _play_alone(self, check: ReferenceCheck, arrivals: SequenceOf[Arrival]) -> list[Stream]:
         def play(request: int) -> SequenceOf[Stream]:
             own = arrivals[request].request
-            if not witness.reference.takes(own):
+            if not check.engine.takes(own):
                 return ()
-            return play_alone(witness.make_core, self.limits, request, own)
+            return play_alone(check.make_core, self.limits, request, own)
 
         return streams_alone(play, len(arrivals), self.report, self.clock)
 
-    def _compare_with_witness(self, witness: Witness, alone: list[Stream]) -> Mismatch | None:
+    def _compare_with_reference(
+        self, check: ReferenceCheck, alone: list[Stream]
+    ) -> Mismatch | None:
         """Compares tokens and finish reasons of solo streams in float32 with the reference. If the
         runner under test computes in float32, these are the solo streams of the verifier."""
-        if witness.make_core is not self.make_core:
-            alone = self._play_alone(witness, self.arrivals)
-        takes = witness.reference.takes
+        if check.make_core is not self.make_core:
+            alone = self._play_alone(check, self.arrivals)
+        takes = check.engine.takes
         alone = [each for each in alone if takes(self.requests[each.request])]
         for count, solo in enumerate(alone, 1):
-            expected = witness.reference.run(
+            expected = check.engine.run(
                 self.arrivals[solo.request].request,
                 seed=derive_seed(CoreOptions().seed, solo.request),
                 sample=solo.sample,
             )
             self.report(f"reference {count}/{len(alone)}")
-            found = _difference_from_reference(expected, solo)
+            found = difference_from_reference(expected, solo)
             if found is not None:
                 return found
         return None
 
-    def _score_with_witness(
-        self, witness: Witness, tolerance: float, result: VerifierResult
+    def _score_with_reference(
+        self, check: ReferenceCheck, tolerance: float, result: VerifierResult
     ) -> Mismatch | None:
         """Compares the log probabilities of solo streams with the reference's for the same tokens.
         The mismatch, if the mean difference is too large, is the token with the largest one."""
-        alone = self._play_alone(witness, [*map(_with_logprobs, self.arrivals)])
+        alone = self._play_alone(check, [*map(_with_logprobs, self.arrivals)])
         scored: list[_ScoredToken] = []
         for count, solo in enumerate(alone, 1):
             request = self.arrivals[solo.request].request
-            expected = witness.reference.score_output(request, solo.token_ids)
+            expected = check.engine.score_output(request, solo.token_ids)
             self.report(f"reference {count}/{len(alone)}")
             scored += [
                 _ScoredToken(solo, index, logprob, solo.tokens[index][1])
                 for index, logprob in enumerate(expected)
             ]
-        result.witness_difference = math.fsum(each.difference for each in scored) / len(scored)
-        if result.witness_difference <= tolerance:  # false for NaN
+        result.reference_difference = math.fsum(each.difference for each in scored) / len(scored)
+        if result.reference_difference <= tolerance:  # false for NaN
             return None
         worst = max(scored, key=lambda each: each.difference)
         return Mismatch(
-            mode=WITNESS,
+            mode=INDEPENDENT,
             request=worst.stream.request,
             sample=worst.stream.sample,
             index=worst.index,
             expected=f"log probability {worst.expected:.4f}, a mean difference of at most "
             f"{tolerance}",
-            actual=f"{worst.actual:.4f}, a mean difference of {result.witness_difference:.4f}",
+            actual=f"{worst.actual:.4f}, a mean difference of {result.reference_difference:.4f}",
         )
-
-
-def _digest_of(streams: Iterable[Stream]) -> str:
-    state = hashlib.sha256()
-    for stream in streams:
-        state.update(f"{stream.request} {stream.sample} {stream.finish}\n".encode())
-        for token, logprob, rank, top_ids, top_logprobs in (*stream.prompt, *stream.tokens):
-            count = len(top_ids)
-            numbers = (token, logprob, rank, *top_ids, *top_logprobs)
-            state.update(struct.pack(f"<qfq{count}q{count}f", *numbers))
-    return state.hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -443,97 +425,3 @@ def _with_logprobs(arrival: Arrival) -> Arrival:
         return arrival
     request = replace(arrival.request, params=replace(params, logprobs=0))
     return replace(arrival, request=request)
-
-
-def first_difference(
-    mode: str, expected: Stream, actual: Stream, *, bitwise: bool
-) -> Mismatch | None:
-    """The first difference of two streams: in tokens, or if `bitwise` in any bit of logprobs."""
-    pick: Callable[[TokenRecord], object] = _bits if bitwise else itemgetter(0)
-    for left, right, start in (
-        (expected.prompt, actual.prompt, -len(expected.prompt)),
-        (expected.tokens, actual.tokens, 0),
-    ):
-        index = _first_unequal(map(pick, left), map(pick, right))
-        if index is not None:
-            return Mismatch(
-                mode=mode,
-                request=expected.request,
-                sample=expected.sample,
-                index=start + index,
-                expected=_at(left, index),
-                actual=_at(right, index),
-            )
-    return _difference_at_end(mode, expected.finish, actual)
-
-
-def _difference_from_reference(expected: ReferenceResult, actual: Stream) -> Mismatch | None:
-    index = _first_unequal(expected.token_ids, actual.token_ids)
-    if index is None:
-        return _difference_at_end(WITNESS, expected.finish_reason, actual)
-    return Mismatch(
-        mode=WITNESS,
-        request=actual.request,
-        sample=actual.sample,
-        index=index,
-        expected=_at(expected.token_ids, index),
-        actual=_at(actual.token_ids, index),
-    )
-
-
-def _difference_at_end(mode: str, finish: str, actual: Stream) -> Mismatch | None:
-    if finish == actual.finish:
-        return None
-    return Mismatch(
-        mode=mode,
-        request=actual.request,
-        sample=actual.sample,
-        index=len(actual.tokens),
-        expected=finish,
-        actual=actual.error or actual.finish,
-    )
-
-
-def lack_of(
-    request: Request, alone: Stream, has_logprobs: Callable[[TokenRecord, int | None], bool]
-) -> Mismatch | None:
-    if alone.finish.partition(" ")[0] not in ("stop", "length"):
-        return _difference_at_end("alone", "stop or length", alone)
-    params = request.params
-    asks_prompt = params.prompt_logprobs is not None and alone.sample == 0
-    num_prompt = len(request.prompt_token_ids) - 1 if asks_prompt else len(alone.prompt)
-    for asked, count, records, start in (
-        (params.prompt_logprobs, num_prompt, alone.prompt, -num_prompt),
-        (params.logprobs, len(alone.tokens), alone.tokens, 0),
-    ):
-        has = [has_logprobs(record, asked) for record in records]
-        index = _first_unequal([True] * count, has)
-        if index is not None:
-            return Mismatch(
-                mode="alone",
-                request=alone.request,
-                sample=alone.sample,
-                index=start + index,
-                expected=f"{asked} log probabilities",
-                actual=_at(records, index),
-            )
-    return None
-
-
-def _bits(record: TokenRecord) -> bytes:
-    token, logprob, rank, top_ids, top_logprobs = record
-    floats = struct.pack(f"<{1 + len(top_logprobs)}d", logprob, *top_logprobs)
-    return struct.pack(f"<{2 + len(top_ids)}q", token, rank, *top_ids) + floats
-
-
-def _first_unequal(left: Iterable[object], right: Iterable[object]) -> int | None:
-    one, other = list(left), list(right)
-    for index, (a, b) in enumerate(zip(one, other, strict=False)):
-        if a != b:
-            return index
-    return None if len(one) == len(other) else min(len(one), len(other))
-
-
-def _at(items: Iterable[object], index: int) -> str:
-    found = list(items)
-    return str(found[index]) if index < len(found) else "(ended)"
