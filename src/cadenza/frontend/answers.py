@@ -10,42 +10,41 @@ from typing import Any, Literal, cast
 from cadenza.errors import ConfigError, InvalidRequestError, show
 from cadenza.structured import CallRule, ConstraintSpec, ThinkingBound
 from cadenza.text import Tokenizer
-from cadenza.text.answers.answer_frames import AnswerFrame, MarkedFrame
 from cadenza.text.answers.answer_grammar import (
     MAX_CALLS,
-    Marks,
-    Tool,
+    AnswerFrame,
+    MarkedFrame,
     calls_grammar,
     either_grammar,
     text_or_calls_grammar,
 )
-from cadenza.text.answers.call_grammar import ANY_OBJECT, call_rule, holds_schemas, required_calls
-from cadenza.text.answers.called_tools import CallGrammar
 from cadenza.text.answers.escaped_regex import Escapes
-from cadenza.text.answers.harmony_grammar import (
+from cadenza.text.answers.harmony import (
+    HARMONY,
     HarmonyFrame,
     message_calls,
     text_or_message_calls,
 )
 from cadenza.text.answers.input_grammar import arguments_of_written
-from cadenza.text.answers.output_parser import MakeParser
+from cadenza.text.answers.json_calls import DEEPSEEK_V3, DEEPSEEK_V31, GENERIC
 from cadenza.text.answers.part_parser import (
     REASONING_ALIASES,
     REASONING_FORMATS,
+    MakeParser,
     PartPlan,
     ReasoningFormat,
 )
 from cadenza.text.answers.tool_calls import (
-    DEEPSEEK_V3,
-    DEEPSEEK_V31,
+    ANY_OBJECT,
     FORCED,
-    GENERIC,
-    HARMONY,
     TOOL_ALIASES,
     TOOL_FORMATS,
-    ToolFormat,
+    call_rule,
     format_shown_by,
+    holds_schemas,
+    required_calls,
 )
+from cadenza.text.answers.tool_format import CallGrammar, Marks, Tool, ToolFormat
 from cadenza.text.schemas.grammar import ARGUMENTS_STYLE, DEFAULT_STYLE, GrammarCheck
 from cadenza.text.schemas.json_schema import compile_schema
 
@@ -116,7 +115,7 @@ class AnswerParsers:
         strict_messages: refuse a conversation that the chat template refuses as it is, which
             otherwise is rendered in another form (`text.templates.message_forms`).
         stable_prompts: move or remove the lines of system prompts that agents change from call to
-            call (`text.templates.stable_prompts`).
+            call (`text.templates.message_forms`).
 
     Raises ConfigError.
     """

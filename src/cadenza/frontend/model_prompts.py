@@ -35,12 +35,16 @@ from cadenza.text.answers.generic_tools import (
     with_description,
     with_listed_calls,
 )
-from cadenza.text.answers.tool_calls import HARMONY, LFM2
+from cadenza.text.answers.harmony import HARMONY, harmony_messages, harmony_tools
+from cadenza.text.answers.listed_calls import LFM2
 from cadenza.text.templates.chat import plain_objects
-from cadenza.text.templates.harmony_messages import harmony_messages, harmony_tools
-from cadenza.text.templates.message_forms import other_forms, reads_responses_only, with_responses
+from cadenza.text.templates.message_forms import (
+    other_forms,
+    reads_responses_only,
+    stable_messages,
+    with_responses,
+)
 from cadenza.text.templates.notices import Notices
-from cadenza.text.templates.stable_prompts import stable_messages
 from cadenza.vision.processor import ImageProcessor
 
 logger = logging.getLogger(__name__)

@@ -16,9 +16,8 @@ from cadenza.outputs import PromptUse
 from cadenza.receipt import Receipt
 from cadenza.request import PoolingParams, Request
 from cadenza.tenant import ONE_TENANT, Tenant
-from cadenza.text.answers.output_parser import MakeParser
-from cadenza.text.schemas.grammar import FormChecks
-from cadenza.text.schemas.grammar_check import IN_PROCESS
+from cadenza.text.answers.part_parser import MakeParser
+from cadenza.text.schemas.grammar import IN_PROCESS, FormChecks
 
 MEMBERS = ("prompt", "prompt_token_ids", "cache_salt", "multi_modal_data")
 

@@ -9,7 +9,7 @@ from cadenza.events import ErrorKind, Finished, FinishReason
 from cadenza.outputs import CompletionOutput, Logprob, OutputPart
 from cadenza.text import IncrementalDetokenizer, StopMatcher
 from cadenza.text.answers.content_stops import ContentStops, ShownText
-from cadenza.text.answers.output_parser import OutputParser
+from cadenza.text.answers.part_parser import OutputParser
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

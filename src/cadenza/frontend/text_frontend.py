@@ -29,13 +29,12 @@ from cadenza.frontend.image_prompts import (
     keep_last,
 )
 from cadenza.frontend.model_facts import facts_of
-from cadenza.frontend.model_prompts import Message, ModelPrompts
+from cadenza.frontend.model_prompts import ChatPrompt, Message, ModelPrompts
 from cadenza.frontend.prepared_request import (
     NO_WORKERS,
     OWN_TERMS,
     PLAIN,
     AnyPrompt,
-    ChatPrompt,
     PreparedRequest,
     RequestOptions,
     ScoredPair,
@@ -60,7 +59,7 @@ from cadenza.text import (
     plan_decoder,
 )
 from cadenza.text.answers.content_stops import ContentStops
-from cadenza.text.answers.output_parser import MakeParser, PlacedParser
+from cadenza.text.answers.part_parser import MakeParser, PlacedParser
 from cadenza.text.schemas.grammar import (
     DEFAULT_STYLE,
     GrammarCheck,

@@ -27,8 +27,8 @@ from cadenza.server.fields.types import (
 )
 from cadenza.server.fields.unknown_members import unknown_members
 from cadenza.structured import MAX_STRUCTURED_BYTES
-from cadenza.text.answers.answer_grammar import Tool
 from cadenza.text.answers.input_grammar import InputGrammar
+from cadenza.text.answers.tool_format import Tool
 
 MAX_NAME_CHARS = 128
 MAX_DESCRIPTION_CHARS = 32 << 10

@@ -1,10 +1,7 @@
-"""`ArgumentSchema`: what an argument may be, in notations that write texts as they are.
-
-Invariant: what `spelling` writes, `read` reads as the same text.
-"""
+"""`ArgumentSchema`: what an argument may be, in notations that write texts as they are; JSON as
+models write it. Invariant: what `spelling` writes, `read` reads as the same text."""
 
 import json
-import operator
 import re
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -19,6 +16,7 @@ from cadenza.text.schemas.schema_merge import (
     UnsupportedSchemaError,
     equal,
     is_of_type,
+    satisfies_bounds,
     types_of,
 )
 
@@ -30,7 +28,10 @@ WORDS: Mapping[str, object] = {"true": True, "false": False, "null": None, "none
 NESTING = re.compile(r'"(?:[^"\\]|\\.)*+(")?|[{}\[\]]', re.DOTALL)
 """Of JSON: a text, with its end if it has one, or a bracket."""
 
+JSON_TEXT = r'"(?:[^"\\]|\\.)*+(?:"|\Z)'
+
 _BAD_ESCAPE = re.compile(r'\\(\\|["/bfnrt]|u[0-9a-fA-F]{4})?')
+_SEPARATORS = re.compile(r"[\s;]*")
 _TAG = re.compile(r"</|<\w+=")
 
 
@@ -135,6 +136,44 @@ def with_known_escapes(text: str) -> str:
     return _BAD_ESCAPE.sub(lambda escape: escape[0] if escape[1] else r"\\", text)
 
 
+def json_values(text: str) -> list[object] | None:
+    decoder = json.JSONDecoder(strict=False)
+    for written in (text, with_known_escapes(text)):
+        found: list[object] = []
+        position = 0
+        try:
+            while position < len(written):
+                value, position = decoder.raw_decode(written, position)
+                found += cast(list[object], value) if isinstance(value, list) else [value]
+                position = _SEPARATORS.match(written, position).end()  # pyright: ignore[reportOptionalMemberAccess]
+        except (ValueError, RecursionError):
+            continue
+        return found
+    return None
+
+
+def json_object_of(text: str) -> str | None:
+    found = json_values(text.strip())
+    if found is None or len(found) != 1 or not isinstance(found[0], dict):
+        return None
+    return json_text(cast(object, found[0]))
+
+
+def closed(text: str, most: int) -> str | None:
+    """JSON with its last brackets, where at most `most` are missing; None within a text."""
+    missing: list[str] = []
+    for match in NESTING.finditer(text):
+        mark = match[0]
+        if mark[0] == '"':
+            if match[1] is None:
+                return None
+        elif mark in "{[":
+            missing.append("}" if mark == "{" else "]")
+        elif not missing or missing.pop() != mark:
+            return None
+    return None if not 0 < len(missing) <= most else text + "".join(missing[::-1])
+
+
 def is_within_text(text: str) -> bool:
     texts = (match for match in NESTING.finditer(text) if match[0][0] == '"')
     return any(match[1] is None for match in texts)
@@ -153,27 +192,9 @@ def _target(root: Mapping[str, Any], name: str) -> object:
 
 
 def _satisfies(value: object, alternative: Schema) -> bool:
-    if not is_of_type(value, types_of(alternative)):
-        return False
     values: list[object] | None = alternative.get("enum")
-    if isinstance(value, str):
-        if values is not None and value not in values:
+    if values is not None:
+        is_text = isinstance(value, str)  # for which this is quick
+        if not (value in values if is_text else any(equal(value, each) for each in values)):
             return False
-        least, most = alternative.get("minLength", 0), alternative.get("maxLength", len(value))
-        return least <= len(value) <= most
-    if values is not None and not any(equal(value, each) for each in values):
-        return False
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return all(
-            isinstance(bound := alternative.get(name), bool | None) or is_met(value, bound)
-            for name, is_met in _BOUNDS
-        )
-    return True
-
-
-_BOUNDS = (
-    ("minimum", operator.ge),
-    ("maximum", operator.le),
-    ("exclusiveMinimum", operator.gt),
-    ("exclusiveMaximum", operator.lt),
-)
+    return satisfies_bounds(value, alternative)

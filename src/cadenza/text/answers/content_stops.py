@@ -1,13 +1,12 @@
 """`ContentStops`: stop strings in the content of an answer that is split into parts. Invariants: no
 stop string is found in or across reasoning and calls; however the text is split, what is shown and
-its parts are those of the whole text, cut at the first stop string in its content.
-"""
+its parts are those of the whole text, cut at the first stop string in its content."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from cadenza.outputs import OutputPart
-from cadenza.text.answers.output_parser import PlacedParser
+from cadenza.text.answers.part_parser import PlacedParser
 from cadenza.text.tokens.stop import StopMatch, StopMatcher
 
 

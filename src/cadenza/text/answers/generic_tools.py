@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
-from cadenza.text.answers.tool_calls import ToolFormat
+from cadenza.text.answers.tool_format import ToolFormat
 from cadenza.text.tokens.provenance import MarkedText, OwnText, written_by_template
 
 Message = Mapping[str, Any]

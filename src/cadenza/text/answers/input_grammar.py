@@ -12,8 +12,7 @@ from typing import Literal, NamedTuple
 
 from cadenza.errors import InvalidRequestError
 from cadenza.text.answers.escaped_regex import Escapes
-from cadenza.text.answers.grammar_parts import joined_grammar, parts_of
-from cadenza.text.schemas.grammar import GrammarCheck, lark_grammar
+from cadenza.text.schemas.grammar import GrammarCheck, joined_grammar, lark_grammar, parts_of
 from cadenza.text.schemas.json_schema import NO_TEXT
 
 MAX_HEAD_PIECES = 64

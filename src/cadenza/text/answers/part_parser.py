@@ -1,18 +1,60 @@
 """`PartParser`: splits an answer into reasoning, content and tool calls as it comes. Each step of
-`_advance` is a pure function of a state and the unread text, which decides what no later text can
-change, or asks for more. Blanks at the borders of parts are dropped.
-"""
+`_advance` is a pure function of a state and the unread text. Invariant of every `OutputParser`: the
+parts, those of one kind joined, are a function of the whole text, whatever pieces it came in; a
+part that was returned is final."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from cadenza.outputs import OutputPart, PartKind
-from cadenza.text.answers.call_forms import CallForm, CallMatcher, CallStart, num_held
-from cadenza.text.answers.call_readers import Functions, ToolCall
-from cadenza.text.answers.output_parser import PlacedPart
-from cadenza.text.answers.tool_calls import ToolFormat
+from cadenza.text.answers.call_forms import num_held
+from cadenza.text.answers.tool_format import (
+    CallForm,
+    CallMatcher,
+    CallStart,
+    Functions,
+    ToolCall,
+    ToolFormat,
+)
+
+
+class OutputParser(Protocol):
+    """The parser of one sample."""
+
+    @property
+    def is_reasoning(self) -> bool: ...
+
+    def push(self, text: str) -> Sequence[OutputPart]:
+        """The parts that are certain now and were not before; often none, within a marker."""
+        ...
+
+    def flush(self) -> Sequence[OutputPart]: ...
+
+
+PlacedPart = tuple[int, OutputPart]
+"""A part, and where in the answer the text begins that it was read from; a content's text is that
+from there on."""
+
+
+@runtime_checkable
+class PlacedParser(OutputParser, Protocol):
+    """Also says where in the text its parts are. Parts without a text, which `push` and `flush`
+    leave out, end a stretch of content."""
+
+    @property
+    def num_read(self) -> int:
+        """Characters of the answer of which it is decided what they are."""
+        ...
+
+    def push_placed(self, text: str) -> Sequence[PlacedPart]: ...
+
+    def flush_placed(self) -> Sequence[PlacedPart]: ...
+
+
+MakeParser = Callable[[], OutputParser]
+"""Makes a fresh parser for each sample of a request."""
 
 MAX_HELD_CHARS = 1 << 16
 """Of what may be a call within reasoning."""
@@ -92,7 +134,7 @@ class _Step(NamedTuple):
 
 
 class PartParser:
-    """The parser of one sample (`text.answers.output_parser.PlacedParser`)."""
+    """The parser of one sample (`text.answers.part_parser.PlacedParser`)."""
 
     def __init__(self, plan: PartPlan) -> None:
         self._plan = plan

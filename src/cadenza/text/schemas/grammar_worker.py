@@ -20,8 +20,7 @@ from threading import Condition, Lock
 from typing import Any, NamedTuple
 
 from cadenza.errors import FormNotCheckedError
-from cadenza.text.schemas.grammar import GrammarCheck
-from cadenza.text.schemas.grammar_check import check_grammar
+from cadenza.text.schemas.grammar import GrammarCheck, check_grammar
 from cadenza.text.schemas.schema_check import is_valid
 
 CPU_S = 3.0

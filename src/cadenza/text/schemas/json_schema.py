@@ -13,7 +13,8 @@ from urllib.parse import unquote
 
 from cadenza.errors import InvalidRequestError
 from cadenza.structured import JsonStyle
-from cadenza.text.schemas.schema_grammar import SchemaGrammar, library_options
+from cadenza.text.schemas.json_rules import library_options
+from cadenza.text.schemas.schema_grammar import SchemaGrammar
 from cadenza.text.schemas.schema_merge import UnsatisfiableError, UnsupportedSchemaError
 
 NO_TEXT = "no text can satisfy it; loosen what it asks for together"
@@ -135,7 +136,7 @@ def _compiled(schema: _Schema | bool, style: JsonStyle, unenforced: dict[str, No
     except UnsupportedSchemaError:
         return _by_the_library(cast(_Schema, schema), style, unenforced)
     unenforced |= left_out
-    return _library().grammar_from_lark(lark)
+    return library().grammar_from_lark(lark)
 
 
 def _bounded(schema: _Schema | bool, style: JsonStyle, make: Callable[[], SchemaGrammar]) -> str:
@@ -170,7 +171,7 @@ def _by_the_library(schema: _Schema, style: JsonStyle, unenforced: dict[str, Non
             overrides |= {"coerce_one_of": True}
             unenforced["oneOf"] = None
     try:
-        return _library().grammar_from_json_schema(
+        return library().grammar_from_json_schema(
             json.dumps(schema, ensure_ascii=False), overrides=overrides
         )
     except ValueError:
@@ -254,7 +255,7 @@ def resolve_reference(root: _Schema, name: str) -> object:
     return found
 
 
-def _library() -> Any:
+def library() -> Any:
     # Imported where a request needs it: most have no structured output.
     from llguidance import LLMatcher
 

@@ -3,6 +3,7 @@ together they allow what the schema allows, or less where its `oneOf` and `uneva
 are read as their branches say.
 """
 
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -387,3 +388,56 @@ _MERGES: dict[str, Callable[[Any, Any], Any]] = {
     "uniqueItems": lambda one, other: one or other,
     **dict.fromkeys(("items", "additionalProperties", "propertyNames"), _both),
 }
+
+
+MAX_UNIQUE = 64
+"""Values that the items of a list without repetition may have: the bits of a rule's parameter."""
+
+_BOUNDS: Mapping[str, Callable[[Any, Any], bool]] = {
+    "minLength": operator.ge,
+    "maxLength": operator.le,
+    "minimum": operator.ge,
+    "maximum": operator.le,
+    "exclusiveMinimum": operator.gt,
+    "exclusiveMaximum": operator.lt,
+}
+
+
+def are_simple(beside: Schema) -> bool:
+    """Whether what stands beside an enum is types and bounds, none of them as draft 4 has it."""
+    has_booleans = any(isinstance(each, bool) for each in beside.values())
+    return _BOUNDS.keys() >= beside.keys() - {"type"} and not has_booleans
+
+
+def satisfies_bounds(value: object, schema: Schema) -> bool:
+    """Whether a value is of the types and within the bounds; nothing else is looked at."""
+    if not is_of_type(value, types_of(schema)):
+        return False
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    for name, is_met in _BOUNDS.items():
+        measured: object = value if is_number else None
+        if name.endswith("Length"):
+            measured = len(value) if isinstance(value, str) else None
+        bound = schema.get(name)
+        if measured is None or isinstance(bound, bool | None):
+            continue
+        if not is_met(measured, bound):
+            return False
+    return True
+
+
+def few_values(schema: Schema) -> list[object] | None:
+    if "enum" in schema:
+        return [each for each in schema["enum"] if is_of_type(each, types_of(schema))]
+    types = types_of(schema)
+    if types <= {"null", "boolean"}:
+        return [
+            *([None] if "null" in types else []),
+            *([False, True] if "boolean" in types else []),
+        ]
+    low, high = schema.get("minimum"), schema.get("maximum")
+    bounds = {"exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
+    if types != {"integer"} or low is None or high is None or bounds & schema.keys():
+        return None
+    first, last = -int(-low // 1), int(high // 1)
+    return list(range(first, last + 1)) if last - first < MAX_UNIQUE else None

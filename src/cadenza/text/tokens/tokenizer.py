@@ -1,7 +1,6 @@
 """Text to token ids and back: `Tokenizer`, over tokenizer.json and the `tokenizers` library.
 Invariant: control tokens in a prompt come from the tokenizer or from a template, never from user
-text.
-"""
+text."""
 
 import json
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -356,4 +355,28 @@ def _read_file(path: Path) -> bytes:
 def _too_large(name: str) -> CheckpointError:
     return CheckpointError(
         f"{name} has over {show_size(MAX_TOKENIZER_BYTES)}; check that it is the right file"
+    )
+
+
+def bad_word_token_ids(tokenizer: Tokenizer, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
+    """The token sequences to ban: each word encoded alone and after a space. Sequences that end
+    with another banned sequence are left out: they can never be completed. Raises
+    InvalidRequestError where a word encodes to no tokens."""
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        bare = word.lstrip() or word
+        spellings = [
+            tuple(tokenizer.encode(text, add_special_tokens=False)) for text in (bare, f" {bare}")
+        ]
+        if not spellings[0]:
+            raise InvalidRequestError(
+                f"the bad word {word!r} has no tokens in this model's vocabulary; leave it out",
+                param="bad_words",
+            )
+        found.update(dict.fromkeys(spellings))
+    shortest_first = sorted(found, key=len)
+    return tuple(
+        ids
+        for index, ids in enumerate(shortest_first)
+        if not any(ids[-len(short) :] == short for short in shortest_first[:index])
     )
