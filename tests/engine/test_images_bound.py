@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from cadenza.backends.fake import FakeRunner, FakeStepHandle
-from cadenza.backends.fake_images import fake_image_work
+from cadenza.backends.fake_memory import fake_image_work
 from cadenza.batch.image_cost import (
     ImageCost,
     ImageLoad,

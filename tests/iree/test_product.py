@@ -22,7 +22,7 @@ needs_compiler = pytest.mark.skipif(
 
 
 def run(module: bytes, x: np.ndarray, w: np.ndarray, driver: str = "local-task") -> np.ndarray:
-    from cadenza.backends.iree.device import IreeDevice, LoadedProgram
+    from cadenza.backends.iree.runner import IreeDevice, LoadedProgram
 
     device = IreeDevice(driver)
     program = LoadedProgram(device, "product", module, None)

@@ -153,7 +153,7 @@ def test_a_row_that_keeps_a_stale_slot_is_seen_by_the_contract():
 
 
 def test_a_field_that_the_modules_do_not_know_must_have_no_effect():
-    from cadenza.backends.iree.wire import WireMap
+    from cadenza.backends.iree.manifest import WireMap
 
     manifest = read_manifest(open_checkpoint(None).folder)
     program = manifest.buckets[0].program("decode")

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cadenza.backends.xla.ops.float8 import float8_product, join_float8
 from cadenza.backends.xla.ops.native import NativeOps
+from cadenza.backends.xla.ops.quantised import float8_product, join_float8
 from cadenza.backends.xla.ops.reference import OpTable
 from cadenza.backends.xla.ops.table import DecoderSpec
 from cadenza.checkpoint.random_checkpoint import named_shape

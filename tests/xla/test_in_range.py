@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from jax.experimental import checkify
 
-from cadenza.backends.step_result import COLUMN_STATE, STATE_CHOSEN
+from cadenza.backends.token_choice import COLUMN_STATE, STATE_CHOSEN
 from cadenza.backends.xla.ops.in_range import set_row, set_rows
 from cadenza.backends.xla.ops.reference import OpTable
 from cadenza.backends.xla.programs import DeviceState, StepProgram, state_function

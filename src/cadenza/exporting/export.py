@@ -26,10 +26,10 @@ from cadenza.backends.iree.manifest import (
     Manifest,
     ModuleBucket,
     Parameter,
+    fields_of,
     sha256_of,
 )
-from cadenza.backends.iree.wire import fields_of
-from cadenza.backends.step_result import NUM_COLUMNS
+from cadenza.backends.token_choice import NUM_COLUMNS
 from cadenza.backends.xla.export import MAX_TOKENS, ExportedModel, export_programs
 from cadenza.batch.step_schema import StepLayout
 from cadenza.batch.token_rules import RuleLayout

@@ -1,6 +1,6 @@
 """The compiled programs of one runner: a step per bucket, and the updates of the device state.
 `compile_programs` compiles everything ahead of time; a compiled program raises for another shape,
-so nothing can compile after warm-up. `DeviceState` stays on the device between steps."""
+so nothing can compile after warm-up."""
 
 import itertools
 import os
@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from cadenza.backends.base import RunnerSetup
-from cadenza.backends.step_result import COLUMN_TOKEN
+from cadenza.backends.token_choice import COLUMN_TOKEN
 from cadenza.backends.xla.decoder import DecoderWeights, LayerOutputs, run_layers
+from cadenza.backends.xla.device import DevicePlacement
 from cadenza.backends.xla.hidden_states import (
     as_head_step,
     keep_newest,
@@ -42,8 +43,7 @@ from cadenza.backends.xla.page_copies import (
     read_function,
     write_function,
 )
-from cadenza.backends.xla.placement import DevicePlacement
-from cadenza.backends.xla.vision.tower_state import TowerState, tower_state
+from cadenza.backends.xla.vision.stages import TowerState, tower_state
 from cadenza.backends.xla.wire import are_last_sampled, unpack
 from cadenza.batch.step_schema import NO_TARGET, NUM_EXTRA_LOGIT_ROWS, StepLayout
 from cadenza.batch.token_rules import MASK, RuleLayout

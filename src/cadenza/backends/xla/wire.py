@@ -1,5 +1,5 @@
 """Unpacks a step's input buffer inside the compiled program: one buffer, because one upload costs
-less than one per array. `core.step_schema` defines the layout."""
+less than one per array. `batch.step_schema` defines the layout."""
 
 from dataclasses import replace
 

@@ -1,5 +1,5 @@
 """The operations of a step as words of a program: operands and attributes as `csrc/ffi/` defines
-them; pools have the layouts of the kernels. Legend as in `ops.table`."""
+them. Legend as in `ops.table`."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from cadenza.backends.step_result import NUM_COLUMNS
+from cadenza.backends.token_choice import NUM_COLUMNS
 from cadenza.backends.xla.ops.experts import Routing, expert_biases
+from cadenza.backends.xla.ops.native_program import array_of, like
 from cadenza.backends.xla.ops.program_encoder import ProgramEncoderOps
-from cadenza.backends.xla.ops.program_recorder import array_of, like
 from cadenza.backends.xla.ops.prompt_scores import ScoringLayer
 from cadenza.backends.xla.ops.table import (
     AttendingLayer,

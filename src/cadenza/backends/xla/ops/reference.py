@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from cadenza.backends.xla.ops.attention_reference import AttentionOps
+from cadenza.backends.xla.ops.attention_reference import AttentionOps, filled_heads
 from cadenza.backends.xla.ops.experts import (
     Gate,
     Routing,
@@ -23,23 +23,24 @@ from cadenza.backends.xla.ops.experts import (
     num_experts,
     silu_gate,
 )
-from cadenza.backends.xla.ops.float8 import are_float8, float8_product, join_float8, stack_float8
 from cadenza.backends.xla.ops.head_math import rms_norm, soft_cap
-from cadenza.backends.xla.ops.jax_arrays import CHOICE
-from cadenza.backends.xla.ops.kv_codes import filled_heads
 from cadenza.backends.xla.ops.quantised import (
     are_codes,
+    are_float8,
     as_floats,
     as_operand,
     dequantised_rows,
+    float8_product,
     formats_of,
+    join_float8,
     orders_of,
     quantise_parts,
     quantised_product,
     stack_codes,
+    stack_float8,
 )
 from cadenza.backends.xla.ops.recurrent import gated_delta, selective_scan, short_conv
-from cadenza.backends.xla.ops.rules import apply_rules
+from cadenza.backends.xla.ops.rules import CHOICE, apply_rules
 from cadenza.backends.xla.ops.table import (
     ConvWeights,
     DeltaInputs,

@@ -1,23 +1,102 @@
-"""Images and spans of the fake runner. `FakeImages`: an embedding is a hash of the image's pixels,
-its sides and the placeholder's index in it. `FakeSpans`: rows out of order, a pass begun before
-the one before it is complete, or a span that another one has displaced raise RunnerError;
-the rows' slots are written by the last pass alone."""
+"""What the fake runner keeps beside tokens: recurrent states, each of which stores all its tokens,
+and the newest in a shifted window, as a short convolution does; images; spans. Whoever reads what
+was never written, or out of order, gets what belongs to no prefix, or a RunnerError."""
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import numpy as np
 
 from cadenza.batch.image_cost import ImageWork
-from cadenza.batch.step_schema import ImageCall, SpanCall
+from cadenza.batch.step_schema import NO_STATE, ImageCall, ModelInputs, SpanCall
 from cadenza.batch.whole_spans import SpanShape
 from cadenza.errors import RunnerError
 from cadenza.request import Attachment
 
-UNSOUND = -11  # in a slot that nobody may read
-
+WINDOW = 3
+_NO_TOKEN = -5
+_UNSOUND = -9
+EMPTY = (_NO_TOKEN,) * WINDOW  # the state before the first token: an empty window, and no tokens
+UNSOUND = (_UNSOUND,) * WINDOW  # a state of no prefix
+UNSOUND_IMAGE = -11  # in a slot that nobody may read
 _QUANTUM_TOKENS = 4  # placeholders of each quantum
+_NUM_PASSES, _BLOCK_ROWS = 3, 4
+
+
+def step(state: tuple[int, ...], token: int) -> tuple[int, ...]:
+    return (*state[1:WINDOW], token, *state[WINDOW:], token)
+
+
+def state_of(history: Sequence[int]) -> tuple[int, ...]:
+    window = (*EMPTY, *history)[-WINDOW:]
+    return (*window, *history)
+
+
+class FakeStates:
+    """A slot that was never written, or that another row of the step writes, has a state of no
+    prefix."""
+
+    def __init__(self, num_slots: int, max_tokens: int) -> None:
+        self._words = np.empty((num_slots, 1 + WINDOW + max_tokens), np.int64)
+        self.spoil(range(num_slots))
+
+    def __len__(self) -> int:
+        return len(self._words)
+
+    def spoil(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            self._write(slot, UNSOUND)
+
+    def run(self, inputs: ModelInputs, token_ids: Sequence[int]) -> list[tuple[int, ...]]:
+        starts, kept = inputs.rows.query_starts, inputs.tokens.state_slots
+        after: list[tuple[int, ...]] = []
+        for row, state in self._first_states(inputs).items():
+            own = token_ids[starts[row] : starts[row + 1]]
+            after += list(accumulate(own, step, initial=state))[1:]
+        written: set[int] = set()
+        for index, state in enumerate(after):
+            slot = int(kept[index])
+            if slot != NO_STATE:
+                self._write(slot, UNSOUND if slot in written else state)
+                written.add(slot)
+        return after
+
+    def read(self, slots: Sequence[int]) -> list[bytes]:
+        return [self._words[slot].tobytes() for slot in slots]
+
+    def write(self, slots: Sequence[int], contents: Sequence[bytes]) -> None:
+        for slot, content in zip(slots, contents, strict=True):
+            if len(content) != self._words[slot].nbytes:
+                raise RunnerError(
+                    f"a state has {self._words[slot].nbytes} bytes, not {len(content)}"
+                )
+            self._words[slot] = np.frombuffer(content, np.int64)
+
+    def _first_states(self, inputs: ModelInputs) -> dict[int, tuple[int, ...]]:
+        starts, kept = inputs.rows.query_starts, inputs.tokens.state_slots
+        rows = [row for row in range(len(starts) - 1) if starts[row] < starts[row + 1]]
+        writers: dict[int, set[int]] = {}
+        for row in rows:
+            for slot in kept[starts[row] : starts[row + 1]].tolist():
+                writers.setdefault(slot, set()).add(row)
+        states: dict[int, tuple[int, ...]] = {}
+        for row in rows:
+            slot = int(inputs.rows.state_starts[row])
+            if slot == NO_STATE:
+                states[row] = EMPTY
+            elif writers.get(slot, {row}) == {row}:
+                words = self._words[slot]
+                states[row] = tuple(words[1 : 1 + words[0]].tolist())
+            else:
+                states[row] = UNSOUND
+        return states
+
+    def _write(self, slot: int, state: tuple[int, ...]) -> None:
+        self._words[slot, 0] = len(state)
+        self._words[slot, 1 : 1 + len(state)] = state
+        self._words[slot, 1 + len(state) :] = _UNSOUND
 
 
 def image_value(part: Attachment, index: int, token_id: int) -> int:
@@ -35,7 +114,7 @@ def fake_image_work(part: Attachment) -> ImageWork:
 
 
 class FakeImages:
-    """x"""
+    """An embedding is a hash of the image's pixels, its sides and the placeholder's index in it."""
 
     def __init__(self, num_slots: int) -> None:
         self._slots: list[tuple[Attachment, int] | None] = [None] * num_slots
@@ -62,14 +141,11 @@ class FakeImages:
 
     def value_at(self, slot: int, token_id: int) -> int:
         found = self._slots[slot]
-        return UNSOUND if found is None else image_value(*found, token_id)
+        return UNSOUND_IMAGE if found is None else image_value(*found, token_id)
 
     def spoil(self, slots: Iterable[int]) -> None:
         for slot in slots:
             self._slots[slot] = None
-
-
-_NUM_PASSES, _BLOCK_ROWS = 3, 4
 
 
 def fake_span_shape(max_rows: int) -> SpanShape:
@@ -78,7 +154,9 @@ def fake_span_shape(max_rows: int) -> SpanShape:
 
 @dataclass(slots=True, eq=False)
 class FakeSpans:
-    """Of the span that is being computed: the slots of its rows, and how many passes each had."""
+    """The slots of a span's rows, and how many passes each had. Rows out of order, a pass begun
+    before the one before it is complete, or a displaced span raise RunnerError; the last pass alone
+    writes."""
 
     slots: list[int] = field(default_factory=list[int])
     num_done: list[int] = field(default_factory=list[int])
