@@ -9,7 +9,7 @@ from cadenza.errors import ConfigError
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.server.access import ApiKeys, read_keys
 from cadenza.server.openapi import EVERYWHERE, describe_api
-from cadenza.server.operations.ui import UI_PATHS
+from cadenza.server.operations.pages import UI_PATHS
 from cadenza.server.routes import OPEN_PATHS, ROUTES
 from tests.server.harness import RunningServer, options, running_server
 from tests.server.scripted_engine import ScriptedEngine

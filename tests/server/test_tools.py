@@ -17,12 +17,12 @@ from cadenza.outputs import OutputPart
 from cadenza.request import SamplingParams
 from cadenza.server.anthropic.messages import MessageRequest
 from cadenza.server.errors import ApiError
-from cadenza.server.fields.tools import chat_tools, function_tools, message_tools, response_tools
-from cadenza.server.fields.unknown_members import (
+from cadenza.server.fields.body import (
     UnknownFields,
     UnknownMembers,
     taking_unknown,
 )
+from cadenza.server.fields.tools import chat_tools, function_tools, message_tools, response_tools
 from cadenza.server.openai.chat import ChatRequest
 from cadenza.server.openai.responses import ResponseRequest
 from cadenza.structured import JsonStyle, StructuredOutput

@@ -15,7 +15,7 @@ from cadenza.errors import ConfigError
 from cadenza.option import flag
 
 if TYPE_CHECKING:
-    from cadenza.server.fields.unknown_members import UnknownFields
+    from cadenza.server.fields.body import UnknownFields
     from cadenza.server.http.listening import Address
     from cadenza.server.service import ServerOptions
 

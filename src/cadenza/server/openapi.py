@@ -8,13 +8,13 @@ from typing import Any, Literal
 import cadenza
 from cadenza.server.dialect import dialect_of
 from cadenza.server.errors import STATUSES
-from cadenza.server.fields.body import Body
-from cadenza.server.fields.types import Schema, or_null
-from cadenza.server.fields.unknown_members import (
+from cadenza.server.fields.body import (
+    Body,
     UnknownFields,
     UnknownMembers,
     taking_unknown,
 )
+from cadenza.server.fields.types import Schema, or_null
 from cadenza.server.http.exchange import Exchange
 
 Policy = Literal["open", "key"]

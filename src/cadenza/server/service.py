@@ -12,9 +12,9 @@ from cadenza.media.fetching import MediaFetcher
 from cadenza.server.access import ApiKeys, Cors, Hosts
 from cadenza.server.calls.record import CallTrace
 from cadenza.server.errors import connections_full, invalid_value, queue_full, request_not_found
-from cadenza.server.fields.unknown_members import IgnoredNames, UnknownFields
-from cadenza.server.http.connections import Connections, max_connections
+from cadenza.server.fields.body import IgnoredNames, UnknownFields
 from cadenza.server.http.exchange import Exchange
+from cadenza.server.http.listening import Connections, max_connections
 from cadenza.server.limits import BodyBudget, CallImages, ServerLimits, TextWork
 from cadenza.server.metrics import Metrics
 from cadenza.server.model_pool import ModelPool

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 from cadenza.request import show
-from cadenza.server.calls.turns import (
+from cadenza.server.calls.conversation import (
     PART_TEXT,
     ConversationBuilder,
     Message,

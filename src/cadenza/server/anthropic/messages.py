@@ -24,15 +24,17 @@ from cadenza.server.anthropic.blocks import (
     no_thread,
     system_text,
 )
-from cadenza.server.calls.blocks import Block, BlockEncoder, BlockEvent, event_bytes
-from cadenza.server.calls.conversation import AskedConversation, continuing
-from cadenza.server.calls.encoder import AnswerHead, StreamEncoder, Usage
-from cadenza.server.calls.request import (
-    GENERATION_STATUSES,
-    GeneratingEndpoint,
-    GenerationRequest,
+from cadenza.server.calls.conversation import AskedConversation, continuing, with_system
+from cadenza.server.calls.encoder import (
+    AnswerHead,
+    Block,
+    BlockEncoder,
+    BlockEvent,
+    StreamEncoder,
+    Usage,
+    event_bytes,
 )
-from cadenza.server.calls.turns import with_system
+from cadenza.server.calls.request import GENERATION_STATUSES, GeneratingEndpoint, GenerationRequest
 from cadenza.server.dialect import anthropic_error
 from cadenza.server.errors import ApiError, invalid_value
 from cadenza.server.fields.body import ObjectOf, label, optional, required, unsupported

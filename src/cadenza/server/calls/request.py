@@ -20,45 +20,28 @@ from cadenza.frontend.prepared_request import (
 )
 from cadenza.frontend.receipts import ReceiptSeal
 from cadenza.frontend.text_frontend import TextFrontend
-from cadenza.outputs import Logprob, RequestOutput
+from cadenza.outputs import RequestOutput
 from cadenza.request import SamplingParams, show
 from cadenza.server.calls.encoder import (
     AnswerEncoder,
     AnswerHead,
-    PromptInfo,
     StreamEncoder,
     WholeAnswer,
 )
 from cadenza.server.errors import invalid_value
-from cadenza.server.fields.body import Field
+from cadenza.server.fields.body import Field, UnknownFields
 from cadenza.server.fields.sampling import (
-    MAX_CHOICES,
     CallBody,
-    GenerationBody,
     SamplingField,
 )
-from cadenza.server.fields.structured import form_field
 from cadenza.server.fields.tools import tool_use
-from cadenza.server.fields.types import Schema, or_null
-from cadenza.server.fields.unknown_members import UnknownFields
 from cadenza.server.limits import ServerLimits
 from cadenza.server.openapi import (
-    COUNT,
-    TEXT,
     AnswerSchema,
     ApiRoute,
-    list_of,
-    object_of,
-    one_of,
 )
 from cadenza.server.response_store import ResponseStore
 from cadenza.structured import StructuredOutput
-
-LEAST_LOGPROB = -9999.0
-"""JSON has no infinity."""
-
-LogprobEntry = Mapping[int, Logprob]
-"""The chosen token of a position, first, and the likeliest."""
 
 GENERATION_STATUSES = (400, 413, 415, 404, 429, 500, 503, 504)
 
@@ -202,40 +185,6 @@ class GenerationRequest(CallRequest):
         return found
 
 
-class ChoicesRequest(GenerationBody, GenerationRequest):
-    """A body of an endpoint whose answers are choices, as completions and chat completions are."""
-
-    def check_fields(self) -> None:
-        """Checks the endpoint's own fields together. Raises ApiError (400)."""
-
-    @property
-    def request_options(self) -> RequestOptions:
-        return RequestOptions(has_receipt=bool(self.receipt))
-
-    @property
-    def form_field(self) -> str | None:
-        return form_field(self.values.get)
-
-    @property
-    def form(self) -> StructuredOutput | None:
-        return None if self.form_field is None else self.values[self.form_field]
-
-    def check_together(self, limits: ServerLimits) -> None:
-        check_stream_options(self.stream_options, self.stream)
-        form_field(self.values.get)
-        self.check_fields()
-        num_prompts = self.num_prompts
-        num_choices = num_prompts * self.n
-        if num_choices > MAX_CHOICES:
-            raise invalid_value(
-                f"{num_prompts} prompts with n = {self.n} are {num_choices} answers; one call "
-                f"may have at most {MAX_CHOICES}",
-                "n",
-            )
-        for name in ("logprobs", "top_logprobs", "prompt_logprobs"):
-            check_num_logprobs(name, self.values.get(name, 0), limits)
-
-
 def check_stream_options(options: object, stream: bool) -> None:
     """Raises ApiError (400) for options of a stream where there is none."""
     if options is not None and not stream:
@@ -286,77 +235,3 @@ class GeneratingEndpoint:
         request = self.request_type.read(body, unknown)
         request.check_together(limits)
         return request
-
-
-def shown_prompt(request: PromptInfo) -> list[dict[str, Any] | None]:
-    """The log probabilities of a prompt's tokens."""
-    return [None if entry is None else _by_id(entry) for entry in prompt_entries(request)]
-
-
-def prompt_entries(request: PromptInfo) -> list[LogprobEntry | None]:
-    """One for each of the prompt's tokens; the first has none."""
-    found: Sequence[LogprobEntry | None] = request.prompt_logprobs or ()
-    missing = len(request.prompt_token_ids) - len(found)
-    return [*[None] * missing, *found]
-
-
-def _by_id(entry: LogprobEntry) -> dict[str, Any]:
-    return {
-        str(token_id): {
-            "logprob": finite(found),
-            "rank": found.rank,
-            "decoded_token": found.decoded_token,
-        }
-        for token_id, found in entry.items()
-    }
-
-
-def ranked(entry: LogprobEntry, num_top: int) -> list[tuple[int, Logprob]]:
-    """The likeliest tokens of a position, the likeliest first."""
-    found = [each for each in entry.items() if each[1].rank is not None]
-    return sorted(found, key=lambda each: each[1].rank or 0)[:num_top]
-
-
-def shown_token(token_id: int, found: Logprob) -> str:
-    return token_name(token_id) if found.decoded_token is None else found.decoded_token
-
-
-def token_name(token_id: int) -> str:
-    """Unique, unlike the token's text."""
-    return f"token_id:{token_id}"
-
-
-def finite(found: Logprob) -> float:
-    return max(found.logprob, LEAST_LOGPROB)
-
-
-_IDS: Schema = or_null(list_of(COUNT))
-_USAGE = object_of({"prompt_tokens": COUNT, "completion_tokens": COUNT, "total_tokens": COUNT})
-
-PROMPT_SCHEMA: dict[str, Schema] = {
-    "prompt_token_ids": _IDS,
-    "prompt_logprobs": or_null(list_of(or_null({"type": "object"}))),
-}
-"""The fields of an answer that are about a prompt."""
-
-
-def choices_answer(
-    name: str, object_name: str, content: dict[str, Schema], rest: dict[str, Schema]
-) -> AnswerSchema:
-    """Of a whole answer in OpenAI's shape; `content` is in each choice, `rest` next to the
-    choices."""
-    reasons = one_of("stop", "length", "abort", "tool_calls")
-    choice = {"index": COUNT, **content, "token_ids": _IDS, "finish_reason": reasons}
-    schema = object_of(
-        {
-            "id": TEXT,
-            "created": COUNT,
-            "model": TEXT,
-            "system_fingerprint": or_null(TEXT),
-            "usage": _USAGE,
-            "object": one_of(object_name),
-            "choices": {**list_of(object_of(choice)), "minItems": 1},
-            **rest,
-        }
-    )
-    return AnswerSchema(name=name, schema=schema)

@@ -11,7 +11,13 @@ from typing import Any, Literal, cast
 from cadenza.frontend.answers import ToolUse
 from cadenza.request import show
 from cadenza.server.errors import invalid_value, not_built
-from cadenza.server.fields.body import DeclaredObject, ObjectOf, further_members, optional
+from cadenza.server.fields.body import (
+    DeclaredObject,
+    ObjectOf,
+    further_members,
+    optional,
+    unknown_members,
+)
 from cadenza.server.fields.types import (
     Boolean,
     CheckedBy,
@@ -25,7 +31,6 @@ from cadenza.server.fields.types import (
     object_schema,
     refuse,
 )
-from cadenza.server.fields.unknown_members import unknown_members
 from cadenza.structured import MAX_STRUCTURED_BYTES
 from cadenza.text.answers.input_grammar import InputGrammar
 from cadenza.text.answers.tool_format import Tool

@@ -4,6 +4,6 @@ Modules:
 
 - `exchange`: one HTTP request and its response
 - `protocol`: connections and their bounds
-- `listening`: addresses, and listening sockets
-- `connections`: accepting connections, within the limit of open files
+- `listening`: addresses, listening sockets, and accepting connections within the limit of open
+  files
 """

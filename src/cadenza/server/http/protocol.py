@@ -20,8 +20,8 @@ from uvicorn._types import (
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from cadenza.server.errors import ApiError, bounds_exceeded, invalid_http, method_not_allowed
-from cadenza.server.http.connections import Connections
 from cadenza.server.http.exchange import JSON_TYPE, new_request_id
+from cadenza.server.http.listening import Connections
 from cadenza.server.limits import ServerLimits
 
 logger = logging.getLogger(__name__)

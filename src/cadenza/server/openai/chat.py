@@ -12,23 +12,15 @@ from cadenza.outputs import CompletionOutput, Logprob, OutputPart, PartKind, Req
 from cadenza.server.calls.conversation import AskedConversation, new_call_id
 from cadenza.server.calls.encoder import (
     AnswerHead,
-    ChoiceObject,
-    ChunkEncoder,
+    LogprobEntry,
     PromptInfo,
     StreamEncoder,
-)
-from cadenza.server.calls.request import (
-    PROMPT_SCHEMA,
-    ChoicesRequest,
-    GeneratingEndpoint,
-    LogprobEntry,
-    choices_answer,
     finite,
     ranked,
-    shown_prompt,
     shown_token,
     token_name,
 )
+from cadenza.server.calls.request import GeneratingEndpoint
 from cadenza.server.fields.body import optional, required, unsupported
 from cadenza.server.fields.messages import ConversationBody, chat_messages, predicted_content
 from cadenza.server.fields.sampling import TopLogprobsBody
@@ -47,6 +39,14 @@ from cadenza.server.fields.tools import (
     text_of_input,
 )
 from cadenza.server.fields.types import Boolean, or_null
+from cadenza.server.openai.choices import (
+    PROMPT_SCHEMA,
+    ChoiceObject,
+    ChoicesRequest,
+    ChunkEncoder,
+    choices_answer,
+    shown_prompt,
+)
 from cadenza.server.openapi import TEXT, object_of, one_of
 
 

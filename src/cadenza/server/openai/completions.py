@@ -10,26 +10,26 @@ from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.outputs import CompletionOutput, RequestOutput
 from cadenza.server.calls.encoder import (
     AnswerHead,
-    ChoiceObject,
-    ChunkEncoder,
+    LogprobEntry,
     PromptInfo,
     StreamEncoder,
-)
-from cadenza.server.calls.request import (
-    PROMPT_SCHEMA,
-    ChoicesRequest,
-    GeneratingEndpoint,
-    LogprobEntry,
-    choices_answer,
     finite,
-    prompt_entries,
-    shown_prompt,
     shown_token,
     token_name,
 )
+from cadenza.server.calls.request import GeneratingEndpoint
 from cadenza.server.fields.body import optional, required, unsupported
 from cadenza.server.fields.sampling import LOGPROBS, plain_prompts
 from cadenza.server.fields.types import Boolean
+from cadenza.server.openai.choices import (
+    PROMPT_SCHEMA,
+    ChoiceObject,
+    ChoicesRequest,
+    ChunkEncoder,
+    choices_answer,
+    prompt_entries,
+    shown_prompt,
+)
 from cadenza.server.openapi import TEXT
 
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from cadenza.media.image_input import ImageInput
 from cadenza.request import show
-from cadenza.server.calls.turns import (
+from cadenza.server.calls.conversation import (
     PART_TEXT,
     ConversationBuilder,
     Message,
@@ -24,6 +24,7 @@ from cadenza.server.fields.body import (
     labels,
     optional,
     required,
+    unknown_members,
     unsupported,
 )
 from cadenza.server.fields.images import (
@@ -50,7 +51,6 @@ from cadenza.server.fields.types import (
     object_schema,
     refuse,
 )
-from cadenza.server.fields.unknown_members import unknown_members
 from cadenza.structured import StructuredOutput
 
 REFERENCE = "item_reference"

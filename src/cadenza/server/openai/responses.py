@@ -10,7 +10,7 @@ import msgspec
 from cadenza.frontend.prepared_request import ChatPrompt
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.request import SamplingParams, show
-from cadenza.server.calls.conversation import AskedConversation
+from cadenza.server.calls.conversation import AskedConversation, with_system
 from cadenza.server.calls.encoder import AnswerHead, StreamEncoder
 from cadenza.server.calls.request import (
     CallContext,
@@ -18,7 +18,6 @@ from cadenza.server.calls.request import (
     GenerationRequest,
     check_stream_options,
 )
-from cadenza.server.calls.turns import with_system
 from cadenza.server.errors import invalid_value, response_not_found
 from cadenza.server.fields.body import ObjectOf, label, optional, required, unsupported
 from cadenza.server.fields.messages import chat_messages, template_variables
@@ -35,13 +34,16 @@ from cadenza.server.fields.types import (
     Boolean,
     Integer,
     OneOf,
-    Schema,
     String,
     StringMap,
-    or_null,
 )
 from cadenza.server.limits import ServerLimits
-from cadenza.server.openai.response_answer import ResponseEncoder, ResponseFrame
+from cadenza.server.openai.response_answer import (
+    RESPONSE_ANSWER,
+    RESPONSE_PREFIX,
+    ResponseEncoder,
+    ResponseFrame,
+)
 from cadenza.server.openai.response_items import (
     REFERENCE,
     TEXT_FORM,
@@ -53,11 +55,8 @@ from cadenza.server.openai.response_items import (
     input_items,
     messages_of,
 )
-from cadenza.server.openapi import TEXT, AnswerSchema, list_of, object_of, one_of
 from cadenza.server.response_store import StoredResponse
 from cadenza.structured import StructuredOutput
-
-RESPONSE_PREFIX = "resp_"
 
 
 class ResponseRequest(ThinkingSwitches, LabelledBody, GenerationRequest):
@@ -331,26 +330,6 @@ def _shown_tools(tools: Sequence[ResponseTool]) -> list[Mapping[str, Any]]:
             shown.append(tool.given)
     return shown
 
-
-_STATUSES = ("in_progress", "completed", "incomplete", "cancelled", "failed")
-_OBJECT: Schema = {"type": "object"}
-
-RESPONSE_ANSWER = AnswerSchema(
-    name="Response",
-    schema=object_of(
-        {
-            "id": TEXT,
-            "object": one_of("response"),
-            "created_at": {"type": "integer"},
-            "status": one_of(*_STATUSES),
-            "model": TEXT,
-            "output": list_of(_OBJECT),
-            "usage": or_null(_OBJECT),
-            "error": or_null(_OBJECT),
-            "incomplete_details": or_null(_OBJECT),
-        }
-    ),
-)
 
 RESPONSES = GeneratingEndpoint(
     "responses",
