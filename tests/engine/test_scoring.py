@@ -263,7 +263,7 @@ def test_a_stream_whose_scoring_failed_goes_on_whole_in_another_engine() -> None
     second = scoring_engine()
     resumption = Resumption(
         samples=(ResumedSample(sample=0, token_ids=expected[:4]),),
-        whole_because=started.whole_because,
+        whole_reason=started.whole_because,
     )
     second.resume(0, asked, resumption)
     events = []

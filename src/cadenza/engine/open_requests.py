@@ -110,7 +110,7 @@ class OpenRequest:
     num_losses: int = 0  # engines in a row that were lost while it ran in them without progress
     num_ended_units: int = 0  # of its samples that have ended, as in `StartForecast`
     kept: bytes | None = None  # of one that has started, as in `Started`
-    whole_because: WholePromptReason | None = None
+    whole_reason: WholePromptReason | None = None
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -367,7 +367,7 @@ class OpenRequests:
                 samples=samples,
                 num_prompt_logprobs=entry.num_prompt_logprobs,
                 kept=entry.kept,
-                whole_because=entry.whole_because,
+                whole_reason=entry.whole_reason,
             )
 
     def fail(self, request_id: int, kind: ErrorKind, error: str) -> list[Finished]:
@@ -445,7 +445,7 @@ class OpenRequests:
             return None
         if isinstance(event, Started):
             entry.is_running = True
-            entry.kept, entry.whole_because = event.kept, event.whole_because
+            entry.kept, entry.whole_reason = event.kept, event.whole_because
             self._start(entry, now_s)
             return None if entry.request.sparse_prefill is None else event
         if isinstance(event, Finished):

@@ -142,7 +142,7 @@ class KVCacheManager:
         misses, num_tokens = no_misses(), sequence.num_prompt_tokens
         num_missing = num_tokens - prefix.num_cached_tokens
         if sequence.needs_prompt_rows:
-            misses["prompt_logprobs" if sequence.pool is None else "pooling"] = num_missing
+            misses["prompt_logprobs" if sequence.prompt.pool is None else "pooling"] = num_missing
         else:
             misses["tail"] = min(1, num_missing)
             misses["cold"] = num_missing - misses["tail"]
@@ -520,5 +520,5 @@ class KVCacheManager:
 
 
 def _content_of(sequence: Sequence) -> Content:
-    request = sequence.request
-    return Content(sequence.token_ids, request.attachments, request.cache_salt, sequence.kept)
+    request, kept = sequence.request, sequence.prompt.kept
+    return Content(sequence.token_ids, request.attachments, request.cache_salt, kept)

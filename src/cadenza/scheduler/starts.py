@@ -42,7 +42,7 @@ class Starts:
             num_left=sequence.num_tokens - start,
             has_logits=sequence.needs_prompt_rows,
             is_first=self.turns.under_share.is_under_share(sequence.tenant.name),
-            spans=sequence.whole_spans,
+            spans=sequence.prompt.spans,
         )
         for work in self.works:
             part = work.limit(part, sequence)
@@ -172,6 +172,6 @@ class Starts:
 def _started_event(sequence: Sequence) -> Started:
     return Started(
         request_id=sequence.request_id,
-        kept=None if sequence.kept is None else sequence.kept.mask,
-        whole_because=sequence.whole_because,
+        kept=None if sequence.prompt.kept is None else sequence.prompt.kept.mask,
+        whole_because=sequence.prompt.whole_reason,
     )

@@ -1,13 +1,16 @@
-"""`PromptRowsProgress`, which positions of a prompt still need a logit row, and `Pool`, which folds
-hidden states into an embedding. Invariants: every position from 1 to the prompt's end is reported
-once and in order, whatever is preempted or in flight; states are added in that order and in
-float64. N tokens, E embed."""
+"""`Prompt`: how a sequence's prompt is computed: which tokens, what attends both ways, what is read
+of it. Invariants: every position from 1 to its end is reported once and in order, whatever is
+preempted or in flight; hidden states are added in that order and in float64. N tokens, E embed."""
 
 import math
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
+
+from cadenza.batch.whole_spans import WholeSpan
+from cadenza.events import WholePromptReason
+from cadenza.sparse_prefill import KeptTokens
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -81,3 +84,16 @@ class Pool:
             values = values / (length or 1.0)
         self.embedding = values.astype("<f4").tobytes()
         return True
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Prompt:
+    """What is not the same for the prompts of all sequences."""
+
+    # the tokens that are computed of a pruned one; a position is an index among these. None while
+    # they are not known, and where the whole prompt is computed.
+    kept: KeptTokens | None = None
+    whole_reason: WholePromptReason | None = None  # of one that might have been pruned
+    spans: tuple[WholeSpan, ...] = ()  # empty if its tokens attend to earlier ones only
+    rows: PromptRowsProgress | None = None  # None: it needs that of its last token only
+    pool: Pool | None = None  # of its hidden states
