@@ -21,6 +21,7 @@ from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.model_drafter import DraftModel
 from cadenza.engine.page_folder import PageFolder
 from cadenza.engine.scoring_steps import PromptScorerModel
+from cadenza.engine.step_works import WorkOptions
 from cadenza.errors import CheckpointError, ConfigError, show
 from cadenza.loading.draft import (
     check_target,
@@ -336,8 +337,10 @@ def make_core(
         compile_constraint=None if constraints is None else constraints.compile,
         page_folder=runners.pages,
         secret=prefix_secret,
-        image_cost=None if step_bound is None else _image_cost(engine, runner),
-        prompt_scorer=_with_cost(runners.scorer, None if step_bound is None else costs),
+        works=WorkOptions(
+            image_cost=None if step_bound is None else _image_cost(engine, runner),
+            prompt_scorer=_with_cost(runners.scorer, None if step_bound is None else costs),
+        ),
         window=None if config.sparse_prompts is None else window_of(engine.checkpoint.config),
     )
     return EngineCore(runner, limits, options)

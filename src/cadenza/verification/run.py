@@ -22,6 +22,7 @@ from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.loop import StepRunner
 from cadenza.engine.model_drafter import DraftModel
 from cadenza.engine.scoring_steps import PromptScorerModel
+from cadenza.engine.step_works import WorkOptions
 from cadenza.errors import ConfigError
 from cadenza.loading.build import (
     constraint_compiler,
@@ -336,7 +337,7 @@ def core_maker(
             options = replace(options, draft_model=parts.draft)
         if parts.scorer is not None:
             parts.scorer.runner.reset()
-            options = replace(options, prompt_scorer=parts.scorer)
+            options = replace(options, works=WorkOptions(prompt_scorer=parts.scorer))
         num_pages = min(limits.num_pages, plan.limits.num_pages)
         limits = replace(limits, num_pages=num_pages)
         options = replace(options, eos_token_ids=eos, compile_constraint=parts.compile_constraint)
