@@ -13,7 +13,7 @@ from cadenza.drafting.drafts import DRAFT_FIGURES
 from cadenza.engine.scoring_steps import PromptScorerModel
 from cadenza.figures import Figure
 from cadenza.kv.kv_cache_manager import KVCacheManager
-from cadenza.scheduler.image_queue import IMAGE_FIGURES, ImageEncoder, ImageQueue
+from cadenza.scheduler.image_queue import IMAGE_FIGURES, ImageEncoding, ImageQueue
 from cadenza.scheduler.scoring_queue import SCORING_FIGURES, ScoringOptions, ScoringQueue
 from cadenza.scheduler.span_queue import SpanQueue
 from cadenza.scheduler.step_drafts import Drafter, StepDrafts
@@ -51,7 +51,7 @@ class StepWorks:
         runner, limits, options = self.runner, self.limits, self.options
         if limits.images is not None:
             assert isinstance(runner, ImageRunner), "the runner encodes no images"
-            encoder = ImageEncoder(runner.check_image, runner.image_work, options.image_cost)
+            encoder = ImageEncoding(runner.check_image, runner.image_work, options.image_cost)
             yield ImageQueue(limits.images, self.kv_cache, turns.fair_share, encoder)
         shape = runner.span_shape if isinstance(runner, SpanRunner) else None
         if shape is not None and self.step_bound is not None:

@@ -37,7 +37,7 @@ _end_of = attrgetter("end")
 
 
 @dataclass(frozen=True, slots=True)
-class ImageEncoder:
+class ImageEncoding:
     """Of a runner: `check` raises InvalidRequestError for what is no image, `work_of` says what an
     image takes from its size alone; `cost` is None if it was not measured."""
 
@@ -111,7 +111,7 @@ class ImageQueue(StepWork):
         limits: ImageLimits,
         kv_cache: KVCacheManager,
         fair_share: FairShare,
-        encoder: ImageEncoder,
+        encoder: ImageEncoding,
     ) -> None:
         self.slots = ImageSlots(limits.num_slots)
         self.cost = encoder.cost or ImageCost()
