@@ -15,7 +15,7 @@ from cadenza.checkpoint.random_checkpoint import named_shape
 from cadenza.errors import CheckpointError
 from cadenza.models.config_json import parse_model_config
 from cadenza.models.model_config import ModelConfig
-from cadenza.weights.safetensors_writer import NewTensor, Part, write_shards
+from cadenza.weights.safetensors_file import NewTensor, Part, write_shards
 from cadenza.weights.weight_format import INT8, MXFP4, code_format, joined
 from cadenza.weights.weights import open_weights
 from tests.checkpoint.config_writer import format_model_config, write_random_checkpoint

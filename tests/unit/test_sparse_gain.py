@@ -7,7 +7,7 @@ import pytest
 from cadenza.batch.step_cost import StepCost
 from cadenza.checkpoint.random_checkpoint import named_shape
 from cadenza.errors import ConfigError
-from cadenza.loading.sparse_gain import (
+from cadenza.loading.draft import (
     cost_of_shape,
     cost_of_steps,
     refuse_loss,

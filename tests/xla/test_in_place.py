@@ -23,7 +23,7 @@ from cadenza.backends.xla.runner import XlaLateStepHandle, XlaRunner
 from cadenza.batch.sequence import PageCopy
 from cadenza.batch.step_schema import NUM_EXTRA_LOGIT_ROWS, StepLayout
 from cadenza.config import PAGE_SIZE_UNIT, KVCacheDType
-from cadenza.weights.dtypes import WeightDType
+from cadenza.weights.weight_format import WeightDType
 from tests.contract.steps import Geometry, Stream, build_inputs, run_step
 from tests.xla.harness import (
     BASE,

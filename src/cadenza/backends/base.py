@@ -19,7 +19,7 @@ from cadenza.config import Arithmetic, EngineLimits, KVCacheDType, Ops, Quantiza
 from cadenza.kernel_proof import KernelProof
 from cadenza.models.model_config import ModelConfig
 from cadenza.request import Attachment
-from cadenza.weights.dtypes import WeightDType
+from cadenza.weights.weight_format import WeightDType
 from cadenza.weights.weights import Weights
 
 ProductDType = WeightDType | Literal["int8"]

@@ -17,8 +17,8 @@ from cadenza.models.operations import (
     mixtures_of,
     pair_operations,
 )
-from cadenza.weights.dtypes import WeightDType
 from cadenza.weights.tensor_spec import TensorSpec, tensors_of
+from cadenza.weights.weight_format import WeightDType
 
 Limit = Literal["read", "multiply"]
 

@@ -265,7 +265,7 @@ def shared_out(
     run side by side, of `num_models` at the same time. Replicas on cards or machines of their own
     share nothing. Raises ConfigError where their weights do not fit together."""
     from cadenza.loading.memory import available_memory_bytes
-    from cadenza.loading.memory_shares import memory_shares, weight_bytes_of
+    from cadenza.loading.plan import memory_shares, weight_bytes_of
 
     num_copies = max(Counter(each.device for each in places if each.is_local).values(), default=1)
     num_engines = num_models * num_copies

@@ -40,7 +40,7 @@ from cadenza.models.config_json import CONFIG_FILE
 from cadenza.models.declaration import declare
 from cadenza.models.model_config import ModelConfig
 from cadenza.models.rope_factors import rope_factors
-from cadenza.weights.dtypes import WeightDType
+from cadenza.weights.weight_format import WeightDType
 from cadenza.weights.weights import Weights
 
 Target = Literal["llvm-cpu", "vulkan-spirv", "cuda"]

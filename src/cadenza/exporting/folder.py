@@ -11,13 +11,12 @@ import msgspec
 import numpy as np
 
 from cadenza.backends.iree.manifest import FOLDER, MADE_FILE, MANIFEST_FILE, Manifest
-from cadenza.checkpoint.folder import Checkpoint
-from cadenza.checkpoint.new_folder import copy_small_files, writing_folder
+from cadenza.checkpoint.folder import Checkpoint, copy_small_files, writing_folder
 from cadenza.exporting.export import ExportOptions, Modules, OnCompiled, make_modules
 from cadenza.models.config_json import CONFIG_FILE
 from cadenza.models.declaration import declare
-from cadenza.weights.dtypes import FORMAT_OF_NAME, StoredDType
-from cadenza.weights.safetensors_writer import NewTensor, Part, write_shards
+from cadenza.weights.safetensors_file import NewTensor, Part, write_shards
+from cadenza.weights.weight_format import FORMAT_OF_NAME, StoredDType
 
 
 def export_folder(

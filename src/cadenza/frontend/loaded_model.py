@@ -25,8 +25,8 @@ from cadenza.loading.build import (
     reserve_planned,
 )
 from cadenza.loading.engine_plan import EnginePlan
+from cadenza.loading.memory import MemoryReservation
 from cadenza.loading.planned_engine import PlannedEngine
-from cadenza.loading.reserved_memory import MemoryReservation
 from cadenza.sparse_prefill import LOOK_AHEAD_TOKENS
 
 

@@ -7,8 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from cadenza.frontend.receipts import ReceiptSeal
-from cadenza.media.addresses import AllowedHosts
-from cadenza.media.fetching import MediaFetcher
+from cadenza.media.fetching import AllowedHosts, MediaFetcher
 from cadenza.server.access import ApiKeys, Cors, Hosts
 from cadenza.server.calls.record import CallTrace
 from cadenza.server.errors import connections_full, invalid_value, queue_full, request_not_found

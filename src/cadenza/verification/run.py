@@ -32,7 +32,7 @@ from cadenza.loading.build import (
 )
 from cadenza.loading.engine_plan import EnginePlan, pages_at_once, with_pool
 from cadenza.loading.planned_engine import PlannedEngine
-from cadenza.models.sparse_support import window_of
+from cadenza.models.model_config import window_of
 from cadenza.structured import CompileConstraint
 from cadenza.verification.forms import Forms, make_forms
 from cadenza.verification.image_modes import ImageSpans

@@ -25,7 +25,7 @@ from cadenza.batch.step_schema import (
     specs_of,
 )
 from cadenza.errors import CheckpointError, RunnerError
-from cadenza.weights.dtypes import WeightDType, item_bytes
+from cadenza.weights.weight_format import WeightDType, item_bytes
 
 FOLDER = "iree"  # in a model's folder
 

@@ -38,9 +38,9 @@ from cadenza.batch.token_rules import MASK
 from cadenza.checkpoint.folder import Checkpoint
 from cadenza.errors import CheckpointError, DeviceUnavailableError, RunnerError
 from cadenza.models.rope_factors import rope_factors
-from cadenza.weights.dtypes import FORMAT_OF_NAME
 from cadenza.weights.safetensors_file import open_safetensors
 from cadenza.weights.stored_tensor import StoredTensor
+from cadenza.weights.weight_format import FORMAT_OF_NAME
 
 # With weights of at most so many bytes, the parts of a step take less time than threads need to
 # meet after each of them.

@@ -10,7 +10,7 @@ from cadenza.backends.base import Backend, BackendTraits, Runner, RunnerSetup, S
 from cadenza.checkpoint.folder import Checkpoint
 from cadenza.config import Ops
 from cadenza.errors import CheckpointError, ConfigError
-from cadenza.weights.dtypes import WeightDType
+from cadenza.weights.weight_format import WeightDType
 
 DTYPES: tuple[WeightDType, ...] = ("float32", "bfloat16", "float16")
 

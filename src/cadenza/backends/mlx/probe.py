@@ -21,7 +21,7 @@ from cadenza.backends.mlx.zoo import ZooModel, load_zoo_model, set_dtype
 from cadenza.config import PAGE_SIZE_UNIT
 from cadenza.errors import CheckpointError
 from cadenza.json_object import shorten
-from cadenza.weights.dtypes import WeightDType
+from cadenza.weights.weight_format import WeightDType
 
 # Token ids, of different lengths; their last two are decoded together.
 SEQUENCES = ((3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5), (2, 7, 1, 8))

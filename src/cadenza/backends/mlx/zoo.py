@@ -23,7 +23,7 @@ from mlx.utils import tree_map_with_path
 
 from cadenza.errors import CheckpointError
 from cadenza.json_object import read_json_object, shorten
-from cadenza.weights.dtypes import WeightDType
+from cadenza.weights.weight_format import WeightDType
 
 Settings = dict[str, Any]
 _Reader = Callable[[Mapping[str, Any]], Settings]

@@ -24,7 +24,7 @@ from cadenza.backends.xla.tables import TABLES, Choice, Table, choose_table
 from cadenza.checkpoint.folder import Checkpoint
 from cadenza.config import KVCacheDType, Ops, Quantization
 from cadenza.models.model_config import ModelConfig
-from cadenza.weights.dtypes import WeightDType
+from cadenza.weights.weight_format import WeightDType
 
 DTYPES: tuple[WeightDType, ...] = ("float32", "bfloat16")
 QUANTIZATIONS: tuple[Quantization, ...] = ("none", "int8", "int4")

@@ -20,8 +20,8 @@ from cadenza.errors import ConfigError
 from cadenza.models.declaration import declare
 from cadenza.models.model_config import ModelConfig
 from cadenza.models.split import obstacle_to_split
-from cadenza.weights.dtypes import WeightDType
 from cadenza.weights.tensor_spec import TensorKind
+from cadenza.weights.weight_format import WeightDType
 from cadenza.weights.weights import Weights
 
 PORTABLE = "portable"

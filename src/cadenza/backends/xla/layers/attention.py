@@ -20,7 +20,7 @@ from cadenza.backends.xla.ops.table import (
     Linear,
 )
 from cadenza.models.layer_kind import LATENT_NORM_EPS
-from cadenza.models.sparse_support import scoring_layers
+from cadenza.models.model_config import scoring_layers
 from cadenza.weights.tensor_spec import AttentionSpec, LatentSpec
 
 

@@ -17,9 +17,8 @@ from cadenza.backends.xla.ops.packed_memory import PackedFile, PackedMemory, pla
 from cadenza.backends.xla.ops.program_ops import ProgramOps
 from cadenza.backends.xla.ops.table import DecoderSpec, Linear
 from cadenza.errors import ConfigError
-from cadenza.weights.dtypes import WeightDType
 from cadenza.weights.quantised_weight import HostWeight
-from cadenza.weights.weight_format import WeightFormat
+from cadenza.weights.weight_format import WeightDType, WeightFormat
 
 # Steps of at most this many tokens use smaller arrays; the arithmetic is the same.
 DECODE_BUCKET = 64

@@ -12,9 +12,9 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from cadenza.weights.float8_weight import BLOCK, Float8Weight
 from cadenza.weights.quantised_weight import (
     MOST_CODE,
+    Float8Weight,
     FloatsOrCodes,
     HostWeight,
     InputOrder,
@@ -23,7 +23,7 @@ from cadenza.weights.quantised_weight import (
     quantise_int4,
     quantise_int8,
 )
-from cadenza.weights.weight_format import GROUP, INT4, WeightFormat
+from cadenza.weights.weight_format import FLOAT8_BLOCK, GROUP, INT4, WeightFormat
 
 _HIGHEST = jax.lax.Precision.HIGHEST
 # A group whose largest magnitude is smaller counts as zero, so that no later value is denormal.
@@ -34,7 +34,7 @@ REMAINDER_SPAN = 64  # groups of a row, of which one has second codes
 class Float8Codes(NamedTuple):
     """A weight on the device; elements beyond K are zero."""
 
-    codes: Any  # [..., N, B, BLOCK] float8_e4m3fn
+    codes: Any  # [..., N, B, FLOAT8_BLOCK] float8_e4m3fn
     scales: Any  # [..., N, B] float32
 
 
@@ -46,8 +46,10 @@ def are_float8(parts: Sequence[HostWeight]) -> bool:
 def join_float8(parts: Sequence[Any]) -> Float8Codes:
     codes = np.concatenate([part.codes for part in parts])
     scales = np.concatenate([part.scales for part in parts])
-    padded = np.pad(codes, ((0, 0), (0, scales.shape[1] * BLOCK - codes.shape[1])))
-    return Float8Codes(padded.view(ml_dtypes.float8_e4m3fn).reshape(*scales.shape, BLOCK), scales)
+    padded = np.pad(codes, ((0, 0), (0, scales.shape[1] * FLOAT8_BLOCK - codes.shape[1])))
+    return Float8Codes(
+        padded.view(ml_dtypes.float8_e4m3fn).reshape(*scales.shape, FLOAT8_BLOCK), scales
+    )
 
 
 def stack_float8(weights: Sequence[Float8Codes]) -> Float8Codes:
@@ -59,8 +61,8 @@ def float8_product(x: jax.Array, weight: Float8Codes) -> jax.Array:
     multiplied by the block's scale; blocks are folded in ascending order."""
     num_out, num_blocks, _ = weight.codes.shape
     wide = x.astype(jnp.float32)
-    blocks = jnp.pad(wide, ((0, 0), (0, num_blocks * BLOCK - x.shape[1])))
-    blocks = blocks.reshape(len(x), num_blocks, BLOCK)
+    blocks = jnp.pad(wide, ((0, 0), (0, num_blocks * FLOAT8_BLOCK - x.shape[1])))
+    blocks = blocks.reshape(len(x), num_blocks, FLOAT8_BLOCK)
 
     def fold(block: jax.Array, total: jax.Array) -> jax.Array:
         part = jax.lax.dot_general(

@@ -22,9 +22,8 @@ from cadenza.checkpoint.tensor_formats import format_of
 from cadenza.config import KVCacheDType, Quantization
 from cadenza.models.layer_kind import HeadShape, LatentShape, Recurrence
 from cadenza.models.model_config import ModelConfig
-from cadenza.weights.dtypes import WeightDType
 from cadenza.weights.tensor_spec import TensorSpec
-from cadenza.weights.weight_format import FLOAT_FORMATS, WeightFormat
+from cadenza.weights.weight_format import FLOAT_FORMATS, WeightDType, WeightFormat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

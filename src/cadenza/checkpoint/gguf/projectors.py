@@ -1,9 +1,10 @@
-"""The towers of Gemma 3 and 4 in GGUF files: `GEMMA_PROJECTORS`. What the files do not say stands
-here: filters and sizes of images, Gemma 4's token budget, and in which layers an image's tokens
-attend both ways. Source: llama.cpp's conversion/gemma.py and tools/mtmd/models."""
+"""What llama.cpp means by each `clip.projector_type` (conversion/, tools/mtmd/clip.cpp): where the
+tensors of a projector lie, and what its files do not say: filters and sizes of images, budgets of
+tokens, a patch's temporal size, the side of windows, in which layers images attend both ways."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -18,9 +19,11 @@ from cadenza.checkpoint.gguf.clip_projector import (
     siglip_settings,
 )
 from cadenza.errors import CheckpointError
+from cadenza.models.model_config import MAX_LAYERS
 from cadenza.models.tower_spec import TowerSpec, declare_tower
-from cadenza.models.towers.gemma3 import GEMMA3
-from cadenza.models.towers.gemma4 import GEMMA4, GEMMA4_UNIFIED
+from cadenza.models.towers.gemma import GEMMA3, GEMMA4, GEMMA4_UNIFIED
+from cadenza.models.towers.idefics3 import IDEFICS3
+from cadenza.models.towers.qwen import QWEN
 from cadenza.vision.processor import CHANNELS
 from cadenza.vision.tower_config import VisionConfig
 from cadenza.weights.stored_tensor import AnyArray, StoredTensor, StoredWeight
@@ -224,7 +227,214 @@ def _weight(
     )
 
 
-GEMMA_PROJECTORS = {
+_PLACEHOLDER = "<|image_pad|>"
+_TEMPORAL_SIZE = 2
+_SLICES = ("v.patch_embd.weight", "v.patch_embd.weight.1")
+# the whole model's type by that of its text model
+_QWEN3_TYPES = {
+    "qwen3_moe": "qwen3_vl_moe",
+    "qwen3_5_text": "qwen3_5",
+    "qwen3_5_moe_text": "qwen3_5_moe",
+}
+
+# least and most pixels of a resized image in the published processors' files
+_PUBLISHED_PIXELS = {
+    "qwen3_vl": (65_536, 16_777_216),
+    "qwen2_5_vl": (3136, 12_845_056),
+    "qwen2_vl": (3136, 12_845_056),
+}
+
+
+def _config(file: ProjectorFile, model_type: str) -> dict[str, object]:
+    keys = {
+        "depth": "block_count",
+        "num_heads": "attention.head_count",
+        "intermediate_size": "feed_forward_length",
+        "patch_size": "patch_size",
+    }
+    merge = file.vision("spatial_merge_size")
+    return {
+        "model_type": model_type,
+        "image_token_id": file.token_id(_PLACEHOLDER),
+        "vision_config": {
+            **{name: file.vision(key) for name, key in keys.items()},
+            "hidden_size": file.vision("embedding_length"),
+            "temporal_patch_size": _TEMPORAL_SIZE,
+            "spatial_merge_size": 2 if merge is None else merge,
+        },
+    }
+
+
+def _with(config: dict[str, object], **own: object) -> dict[str, object]:
+    settings = cast(dict[str, object], config["vision_config"])
+    return {**config, "vision_config": {**settings, **own}}
+
+
+def _qwen3_config(file: ProjectorFile) -> dict[str, object]:
+    """Qwen3.5's files have no layers of deepstack, and are otherwise those of Qwen3-VL."""
+    flags = file.vision("is_deepstack_layers")
+    items = cast(list[object], flags) if isinstance(flags, list) else []
+    layers = [index for index, flag in enumerate(items) if flag]
+    table = file.file.header.tensors.get("v.position_embd.weight")
+    positions = None if table is None else table.shape[0]
+    return _with(
+        _config(file, _QWEN3_TYPES.get(file.text.family, "qwen3_vl")),
+        out_hidden_size=file.text.hidden_size,
+        num_position_embeddings=positions,
+        deepstack_visual_indexes=layers,
+    )
+
+
+def _qwen25_config(file: ProjectorFile) -> dict[str, object]:
+    interval = file.vision("n_wa_pattern")
+    depth = file.vision("block_count")
+    if not isinstance(interval, int) or not isinstance(depth, int) or not 0 < depth <= MAX_LAYERS:
+        raise CheckpointError(
+            f"{file.metadata.where}: clip.vision.n_wa_pattern or block_count is missing; fetch the "
+            f"file again"
+        )
+    return _with(
+        _config(file, "qwen2_5_vl"),
+        hidden_act="silu",
+        out_hidden_size=file.text.hidden_size,
+        fullatt_block_indexes=[*range(interval - 1, depth, interval)] if interval > 0 else [],
+    )
+
+
+def _qwen2_config(file: ProjectorFile) -> dict[str, object]:
+    """The widths of its MLPs are 4 times the tower's; the file has the text model's there."""
+    return _with(
+        _config(file, "qwen2_vl"),
+        embed_dim=file.vision("embedding_length"),
+        hidden_size=file.text.hidden_size,
+        intermediate_size=None,
+    )
+
+
+def _processor(model_type: str) -> Callable[[ProjectorFile], dict[str, object]]:
+    least, most = _PUBLISHED_PIXELS[model_type]
+
+    def processor(file: ProjectorFile) -> dict[str, object]:
+        merge = file.vision("spatial_merge_size")
+        return {
+            **normalisation_settings(file),
+            "size": {"shortest_edge": least, "longest_edge": most},
+            "min_pixels": file.vision("image_min_pixels"),
+            "max_pixels": file.vision("image_max_pixels"),
+            "patch_size": file.vision("patch_size"),
+            "temporal_patch_size": _TEMPORAL_SIZE,
+            "merge_size": 2 if merge is None else merge,
+        }
+
+    return processor
+
+
+def _projectors(tower: TowerSpec) -> TensorMap:
+    """The merger's norm is stored as that after the last layer."""
+    main = tower.projectors[0]
+    first, second = main.linears
+    tensors = map_norm("v.post_ln", main.norm)
+    return tensors | map_linear("mm.0", first) | map_linear("mm.2", second)
+
+
+def _map_deepstack(vision: VisionConfig, tower: TowerSpec) -> TensorMap:
+    tensors: TensorMap = {}
+    layers = vision.tower.deepstack_layers
+    for layer, projector in zip(layers, tower.projectors[1:], strict=True):
+        first, second = projector.linears
+        prefix = f"v.deepstack.{layer}"
+        tensors |= map_norm(f"{prefix}.norm", projector.norm)
+        tensors |= map_linear(f"{prefix}.fc1", first) | map_linear(f"{prefix}.fc2", second)
+    return tensors
+
+
+def _joined_patches(file: ProjectorFile, vision: VisionConfig) -> dict[str, StoredWeight]:
+    """The patches' weight, from the slices of both times."""
+    spec = declare_tower(vision).entry.patch.weight
+    stored = file.file.header.tensors
+    missing = [name for name in _SLICES if name not in stored]
+    if missing:
+        raise CheckpointError(
+            f"{file.metadata.where} lacks {missing[0]}, a slice of the patches' weight; fetch the "
+            f"file again"
+        )
+    shape = (spec.shape[0], spec.shape[1], *spec.shape[3:])
+    parts = tuple(file.tensor(name, shape) for name in _SLICES)
+
+    def load() -> AnyArray:
+        return np.stack([part.array() for part in parts], axis=2)
+
+    return {
+        spec.name: StoredWeight(
+            shape=spec.shape, stored_type=parts[0].dtype, format=None, parts=parts, load=load
+        )
+    }
+
+
+def _idefics3_config(file: ProjectorFile) -> dict[str, object]:
+    """The converter writes 1e-5 where config.json leaves the constant of norms out; transformers
+    takes 1e-6."""
+    eps = file.vision("attention.layer_norm_epsilon")
+    return {
+        "model_type": "smolvlm",
+        "image_token_id": file.token_id("<image>"),
+        "scale_factor": file.vision("projector.scale_factor"),
+        "vision_config": {
+            **siglip_settings(file),
+            "layer_norm_eps": None if eps == _CONVERTERS_EPS else eps,
+        },
+    }
+
+
+def _idefics3_processor(file: ProjectorFile) -> dict[str, object]:
+    return {
+        **normalisation_settings(file),
+        "size": {"longest_edge": file.vision("preproc_image_size")},
+        "max_image_size": {"longest_edge": file.vision("image_size")},
+        "do_image_splitting": True,
+        "resample": _LANCZOS,
+    }
+
+
+def _idefics3_projectors(tower: TowerSpec) -> TensorMap:
+    (linear,) = tower.projectors[0].linears
+    return map_linear("mm.model.fc", linear)
+
+
+_CONVERTERS_EPS = 1e-5
+_LANCZOS = 1
+
+
+# by `clip.projector_type`
+PROJECTORS: Mapping[str, ClipProjector] = {
+    "idefics3": ClipProjector(
+        reader=IDEFICS3,
+        config=_idefics3_config,
+        processor=_idefics3_processor,
+        projectors=_idefics3_projectors,
+    ),
+    "qwen3vl_merger": ClipProjector(
+        reader=QWEN,
+        config=_qwen3_config,
+        processor=_processor("qwen3_vl"),
+        projectors=_projectors,
+        deepstack=_map_deepstack,
+        made=_joined_patches,
+    ),
+    "qwen2.5vl_merger": ClipProjector(
+        reader=QWEN,
+        config=_qwen25_config,
+        processor=_processor("qwen2_5_vl"),
+        projectors=_projectors,
+        made=_joined_patches,
+    ),
+    "qwen2vl_merger": ClipProjector(
+        reader=QWEN,
+        config=_qwen2_config,
+        processor=_processor("qwen2_vl"),
+        projectors=_projectors,
+        made=_joined_patches,
+    ),
     "gemma3": ClipProjector(
         reader=GEMMA3,
         config=_gemma3_config,

@@ -1,8 +1,10 @@
-"""Gemma 4: sandwiched RMS norms, a rope of two halves, linears that may be clipped, blocks of
-patches averaged, one product; and the unified model, which has no tower: a patch is a token.
-Source: transformers, models/gemma4 and models/gemma4_unified."""
+"""Gemma 3: a SigLIP tower, blocks of patches averaged, a norm and one product. Gemma 4: sandwiched
+RMS norms, a rope of two halves, linears that may be clipped, and its unified model, which has no
+tower: a patch is a token. Source: transformers, models/gemma3, gemma4 and gemma4_unified."""
 
 import math
+from collections.abc import Iterator
+from dataclasses import replace
 
 from cadenza.errors import CheckpointError
 from cadenza.json_object import JsonObject
@@ -13,10 +15,20 @@ from cadenza.models.model_config import (
     MAX_VOCAB_SIZE,
     MAX_WIDTH,
 )
-from cadenza.models.towers.reader import TowerReader, VisionFiles, read_filter
-from cadenza.models.towers.siglip import MAX_PATCH, read_tower_activation
+from cadenza.models.towers.reader import (
+    MAX_PATCH,
+    MAX_PIXELS_OF_SIDE,
+    SiglipDefaults,
+    TowerReader,
+    VisionFiles,
+    check_steps,
+    read_filter,
+    read_normalisation,
+    read_siglip,
+    read_tower_activation,
+)
 from cadenza.models.wrapped_text import TEXT_CONFIG
-from cadenza.vision.gemma_images import BUDGETS, Gemma4Images, budget_within
+from cadenza.vision.gemma_images import BUDGETS, Gemma3Images, Gemma4Images, budget_within
 from cadenza.vision.processor import CHANNELS
 from cadenza.vision.tower_config import (
     PatchTable,
@@ -28,12 +40,109 @@ from cadenza.vision.tower_config import (
     TowerRope,
     VisionConfig,
 )
+from cadenza.weights.weights import NameRule
 
-TOWER, EMBEDDER = "model.vision_tower", "model.embed_vision"
-NAMES = TowerNames(
-    patch=f"{TOWER}.patch_embedder.input_proj",
-    positions=f"{TOWER}.patch_embedder.position_embedding_table",
-    layers=f"{TOWER}.encoder.layers",
+_GEMMA3_NAMES = TowerNames()
+_PROJECTOR = "multi_modal_projector"
+_PROJECTION, _NORM = f"{_PROJECTOR}.mm_input_projection", f"{_PROJECTOR}.mm_soft_emb_norm"
+
+_SIGLIP = "vision_tower"
+_SIZE = ("height", "width")
+_GEMMA3_TOKEN = 262_144
+_TOKENS = 256
+_HALF = (0.5, 0.5, 0.5)
+
+
+def _read_gemma3(files: VisionFiles) -> VisionConfig:
+    raw = files.config
+    num_tokens = raw.integer("mm_tokens_per_image", 1, 1 << 16, _TOKENS)
+    tower = read_siglip(files.tower, SiglipDefaults(), _gemma3_projector(files), _GEMMA3_NAMES)
+    assert tower.table is not None, "a SigLIP tower has a table"
+    patches, side = tower.table.side, math.isqrt(num_tokens)
+    if side * side != num_tokens or patches % side:
+        raise raw.wrong(
+            "mm_tokens_per_image", f"the square of a divisor of {patches} patches a side"
+        )
+    if files.max_tokens < num_tokens:
+        raise CheckpointError(
+            f"--image-max-tokens {files.max_tokens} is below {num_tokens}, which Gemma 3 makes of "
+            f"every image; set {num_tokens} or more, or --no-images"
+        )
+    tower = replace(tower, projector=replace(tower.projector, side=patches // side))
+    token_id = raw.integer("image_token_index", 0, MAX_VOCAB_SIZE, _GEMMA3_TOKEN)
+    return VisionConfig(
+        family="gemma3",
+        tower=tower,
+        processor=_read_gemma3_images(files.processor, tower, patches),
+        image_token_id=token_id,
+        fill_token_id=token_id if token_id < files.text.vocab_size else 0,
+        max_part_tokens=num_tokens,
+        reach="all",
+    )
+
+
+def _gemma3_projector(files: VisionFiles) -> ProjectorConfig:
+    """For one patch a token, until both are known."""
+    linear = ProjectorLinear(name=_PROJECTION, num_out=files.text.hidden_size, has_bias=False)
+    return ProjectorConfig(
+        side=1,
+        linears=(linear,),
+        reduction="average",
+        norm="rms",
+        norm_name=_NORM,
+        norm_eps=files.tower.number("layer_norm_eps", 1e-12, 1.0, 1e-6),
+        norm_adds_one=True,
+        norm_is_behind=True,
+        is_transposed=True,
+    )
+
+
+def _read_gemma3_images(raw: JsonObject, tower: TowerConfig, patches: int) -> Gemma3Images:
+    check_steps(raw)
+    if raw.flag("do_pan_and_scan", False):
+        raise raw.wrong("do_pan_and_scan", "false, null or absent")
+    size, side = raw.child("size"), patches * tower.patch_size
+    sides = [
+        side if size is None else size.integer(key, 1, MAX_PIXELS_OF_SIDE, side) for key in _SIZE
+    ]
+    if sides != [side, side]:
+        raise CheckpointError(
+            f"{raw.where}: size is {sides[0]} x {sides[1]} pixels, and the tower takes images of "
+            f"{side} x {side}; use the processor's file of the same checkpoint"
+        )
+    return Gemma3Images(
+        side=side,
+        patch_size=tower.patch_size,
+        merge_size=tower.merge,
+        resample=read_filter(raw, "bilinear"),
+        normalisation=read_normalisation(raw, _HALF, _HALF),
+    )
+
+
+def _names(newer: str) -> Iterator[NameRule]:
+    """Newer files have `model.` before these names, or no `vision_model` in them; the product is no
+    linear's there. The tower's own head is not opened."""
+    tower = f"{newer}{_SIGLIP}"
+    yield f"{newer}{_PROJECTION}_weight", f"{_PROJECTION}.weight"
+    yield f"{newer}{_PROJECTOR}.*", f"{_PROJECTOR}.*"
+    yield f"{tower}.vision_model.head.*", None
+    yield f"{tower}.head.*", None
+    yield f"{tower}.vision_model.*", f"{_SIGLIP}.vision_model.*"
+    yield f"{tower}.*", f"{_SIGLIP}.vision_model.*"
+
+
+GEMMA3 = TowerReader(
+    model_types=("gemma3",),
+    names=tuple(each for newer in ("", "model.") for each in _names(newer)),
+    read=_read_gemma3,
+)
+
+
+_TOWER, EMBEDDER = "model.vision_tower", "model.embed_vision"
+_GEMMA4_NAMES = TowerNames(
+    patch=f"{_TOWER}.patch_embedder.input_proj",
+    positions=f"{_TOWER}.patch_embedder.position_embedding_table",
+    layers=f"{_TOWER}.encoder.layers",
     norm1="input_layernorm",
     post_norm1="post_attention_layernorm",
     norm2="pre_feedforward_layernorm",
@@ -45,8 +154,8 @@ NAMES = TowerNames(
     gate="mlp.gate_proj.linear",
     up="mlp.up_proj.linear",
     down="mlp.down_proj.linear",
-    std_bias=f"{TOWER}.std_bias",
-    std_scale=f"{TOWER}.std_scale",
+    std_bias=f"{_TOWER}.std_bias",
+    std_scale=f"{_TOWER}.std_scale",
 )
 PROJECTION = f"{EMBEDDER}.embedding_projection"
 
@@ -59,7 +168,7 @@ UNIFIED_NAMES = TowerNames(
     pre_norm=f"{EMBED}.pos_norm",
 )
 
-_IMAGE_TOKEN = 258_880
+_GEMMA4_TOKEN = 258_880
 _LAYER_NORM_EPS = 1e-5  # PyTorch's default, which the unified model has
 
 _HEAD_DIM = 64  # of no head, where there are no layers
@@ -67,9 +176,9 @@ _HEAD_DIM = 64  # of no head, where there are no layers
 _STEPS = ("do_resize", "do_rescale", "do_convert_rgb")
 
 
-def _read(files: VisionFiles) -> VisionConfig:
+def _read_gemma4(files: VisionFiles) -> VisionConfig:
     raw, text = files.tower, files.text
-    processor = _read_processor(files, raw, is_unified=False)
+    processor = _read_gemma4_images(files, raw, is_unified=False)
     width = raw.integer("hidden_size", 1, MAX_WIDTH, 768)
     num_heads = raw.integer("num_attention_heads", 1, MAX_HEADS, 12)
     if raw.integer("num_key_value_heads", 1, MAX_HEADS, num_heads) != num_heads:
@@ -90,7 +199,7 @@ def _read(files: VisionFiles) -> VisionConfig:
         patch_shape=(CHANNELS * processor.patch_size**2,),
         norm_eps=norm_eps,
         projector=_projector(processor.merge_size, text.hidden_size, norm_eps),
-        names=NAMES,
+        names=_GEMMA4_NAMES,
         norm="rms",
         activation=read_tower_activation(raw, "hidden_activation", "gelu_pytorch_tanh"),
         table=PatchTable(
@@ -114,7 +223,7 @@ def _read(files: VisionFiles) -> VisionConfig:
 
 def _read_unified(files: VisionFiles) -> VisionConfig:
     raw, text = files.tower, files.text
-    processor = _read_processor(files, raw, is_unified=True)
+    processor = _read_gemma4_images(files, raw, is_unified=True)
     width = raw.integer("mm_embed_dim", 1, MAX_WIDTH, 3840)
     norm_eps = raw.number("rms_norm_eps", 1e-12, 1.0, 1e-6)
     tower = TowerConfig(
@@ -166,7 +275,7 @@ def _vision(
         family=family,
         tower=tower,
         processor=processor,
-        image_token_id=raw.integer("image_token_id", 0, MAX_VOCAB_SIZE, _IMAGE_TOKEN),
+        image_token_id=raw.integer("image_token_id", 0, MAX_VOCAB_SIZE, _GEMMA4_TOKEN),
         fill_token_id=fill,
         max_part_tokens=processor.max_tokens,
         reach=reach,
@@ -180,7 +289,7 @@ def _theta(raw: JsonObject) -> float:
     return rope.number("rope_theta", 1.0, 1e9, 100.0)
 
 
-def _read_processor(files: VisionFiles, tower: JsonObject, *, is_unified: bool) -> Gemma4Images:
+def _read_gemma4_images(files: VisionFiles, tower: JsonObject, *, is_unified: bool) -> Gemma4Images:
     raw = files.processor
     for step in _STEPS:
         if not raw.flag(step, True):
@@ -213,8 +322,8 @@ def _read_processor(files: VisionFiles, tower: JsonObject, *, is_unified: bool) 
 
 GEMMA4 = TowerReader(
     model_types=("gemma4",),
-    names=((f"{TOWER}.*", f"{TOWER}.*"), (f"{EMBEDDER}.*", f"{EMBEDDER}.*")),
-    read=_read,
+    names=((f"{_TOWER}.*", f"{_TOWER}.*"), (f"{EMBEDDER}.*", f"{EMBEDDER}.*")),
+    read=_read_gemma4,
 )
 
 # Files that transformers wrote have all tensors of the unified model below one name.
