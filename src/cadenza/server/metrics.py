@@ -169,8 +169,6 @@ class Metrics(Collector):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Scrape:
-    """What is known of a model and its engine; families of what is None are left out."""
-
     counts: ServedCounts
     requests: RequestStats
     status: EngineStatus
@@ -195,7 +193,6 @@ class _Scrape:
 
 
 def _family(figure: Figure[Any], prefix: str, model_name: str, found: Reading) -> Metric:
-    """With the model's name on each series."""
     name, labels = prefix + figure.name, ("model_name", *figure.labels)
     if isinstance(found, Distribution):
         bounds = (*(str(bound) for bound in found.bounds), "+Inf")
@@ -318,11 +315,7 @@ SERVER_FIGURES: tuple[Figure[_Scrape], ...] = (
         ("phase",),
         type="gauge",
     ),
-    Figure(
-        "engine_restarts",
-        "Starts after the first.",
-        lambda of: of.status.num_restarts,
-    ),
+    Figure("engine_restarts", "Starts after the first.", lambda of: of.status.num_restarts),
     Figure(
         "replicas",
         "Engines that serve as one, by state.",

@@ -252,7 +252,6 @@ class ModelPool:
             self.advance()
 
     def _check_failed(self, model: ServedModel) -> None:
-        """Raises ApiError (503) while a model that could not be loaded is not tried again."""
         if model.turn.is_loaded and model.engine.status().state == "dead":
             self._retire(model)
         failure = model.failure
@@ -261,7 +260,6 @@ class ModelPool:
             raise _failed(model, failure.reason, failure.until_s - self._clock())
 
     def _check_waiting(self, model: ServedModel, num_bytes: int) -> None:
-        """Raises ApiError (503) where no further call may wait."""
         most = self._options.max_waiting
         has_bytes = self._num_waiting_bytes + num_bytes > self._options.max_waiting_bytes
         if len(model.turn.waiting) < most and not (self._num_waiting_bytes and has_bytes):
@@ -359,7 +357,6 @@ def _end_waiting(model: ServedModel, error: ApiError) -> None:
 
 
 def _by_name(models: Sequence[ServedModel]) -> dict[str, ServedModel]:
-    """Raises ConfigError where two models have one listed name."""
     found: dict[str, ServedModel] = {}
     for model in models:
         for name in model.names.listed:

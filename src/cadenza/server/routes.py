@@ -7,11 +7,12 @@ from functools import partial
 
 import msgspec
 
-from cadenza.server.anthropic.messages import MESSAGES
+from cadenza.server.anthropic.messages import ANTHROPIC, MESSAGES
 from cadenza.server.calls.request import GeneratingEndpoint
 from cadenza.server.generation import Generation, OneAtATime
-from cadenza.server.http.exchange import Exchange, Handler, Response
+from cadenza.server.http.exchange import OPENAI, Dialect, Exchange, Handler, Response
 from cadenza.server.ollama.generate import (
+    OLLAMA,
     OLLAMA_CHAT,
     OLLAMA_EMBED,
     OLLAMA_EMBEDDINGS,
@@ -67,14 +68,24 @@ ROUTES: tuple[ApiRoute, ...] = (
     *ROOT_ROUTES,
 )
 
+_DIALECTS = {"/v1/messages": ANTHROPIC, "/api": OLLAMA}
+
 PATHS = frozenset(route.path for route in ROUTES)
 OPEN_PATHS = UI_PATHS | {route.path for route in ROUTES if route.policy == "open"}
+
+
+def dialect_of(path: str) -> Dialect:
+    """Also of a path without a route."""
+    for prefix, dialect in _DIALECTS.items():
+        if path == prefix or path.startswith(f"{prefix}/"):
+            return dialect
+    return OPENAI
 
 
 def make_handlers(service: Service) -> Mapping[str, Handler]:
     needs_key, unknown = not service.options.keys.is_open, service.options.unknown_fields
     description = msgspec.json.encode(
-        describe_api(ROUTES, needs_key=needs_key, unknown_fields=unknown)
+        describe_api(ROUTES, dialect_of, needs_key=needs_key, unknown_fields=unknown)
     )
 
     async def describe(exchange: Exchange) -> None:

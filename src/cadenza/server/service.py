@@ -73,10 +73,7 @@ class Service:
         max_open = options.limits.max_connections or max_connections()
         self.connections = Connections(max_open, self.counts, options.clock)
         self.metrics = Metrics(
-            models.models,
-            self.counts,
-            options.num_dropped_log_lines,
-            models.switches,
+            models.models, self.counts, options.num_dropped_log_lines, models.switches
         )
         self.created = int(options.now())
         self.ignored_names = IgnoredNames()

@@ -198,10 +198,7 @@ class TenantUse:
         """Requests of open calls: one for each call, and those that it has besides its first."""
         self._counts = counts
         self._clock = clock
-        per_minute = {
-            "requests": limits.requests_per_minute,
-            "tokens": limits.tokens_per_minute,
-        }
+        per_minute = {"requests": limits.requests_per_minute, "tokens": limits.tokens_per_minute}
         self._buckets = {
             name: Bucket(rate, clock()) for name, rate in per_minute.items() if rate is not None
         }

@@ -16,12 +16,7 @@ from cadenza.request import show
 from cadenza.server.errors import invalid_value, not_built
 from cadenza.server.fields.body import DeclaredObject, ObjectOf
 from cadenza.server.fields.images import Content
-from cadenza.server.fields.thinking import (
-    EFFORTS,
-    NOTHING_ASKED,
-    AskedThinking,
-    nearest_effort,
-)
+from cadenza.server.fields.thinking import EFFORTS, NOTHING_ASKED, AskedThinking, nearest_effort
 from cadenza.server.fields.types import Schema, String, array_schema, members_of, refuse
 
 MAX_PARTS = 4096
@@ -164,10 +159,10 @@ class SeenParts(Generic[Image]):
         if isinstance(value, str):
             return self.texts.check(name, value)
         return tuple(
-            self.read(name, f"{name}[{place}]", members_of(part))
+            self.read(name, f"{name}[{index}]", members_of(part))
             if members_of(part).get("type") == self.kind
             else self.texts.text_of(name, part)
-            for place, part in enumerate(self.texts.parts(name, value))
+            for index, part in enumerate(self.texts.parts(name, value))
         )
 
     def schema(self) -> Schema:

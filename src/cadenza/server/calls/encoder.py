@@ -205,7 +205,6 @@ class BlockEncoder(StreamEncoder):
         """The answer, made of all blocks."""
 
     def _events_of(self, event: BlockEvent) -> Iterable[bytes]:
-        """Those of a stream."""
         raise NotImplementedError
 
     def _events(self, output: CompletionOutput) -> Iterable[bytes]:

@@ -148,15 +148,15 @@ class RequestRecord:
     def start(self, prepared: Sequence[PreparedRequest]) -> None:
         self.n = prepared[0].request.params.n
         self.prompts = [PromptTimes() for _ in prepared]
-        for place, each in enumerate(prepared):
+        for index, each in enumerate(prepared):
             request = each.request
             count, num_of_images = len(request.prompt_token_ids), num_image_tokens(request)
-            self.usage.prompt[place] = count
+            self.usage.prompt[index] = count
             self.counts.request_prompt_tokens.add(count)
             if num_of_images:
-                self.usage.images[place] = num_of_images
+                self.usage.images[index] = num_of_images
             if each.prompt_use is not None:
-                self.usage.used[place] = each.prompt_use
+                self.usage.used[index] = each.prompt_use
 
     def take(
         self, prompt: int, found: OutputProcessor, outputs: Sequence[CompletionOutput]

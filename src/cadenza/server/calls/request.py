@@ -1,46 +1,28 @@
-"""The interface of endpoints that call the engine (`GeneratingEndpoint`, `CallRequest`), shared
-rules between fields (`ChoicesRequest`), and log probabilities' forms. Invariant: a `CallRequest`
-that was read can be served, unless its prompt is too long or its tokens unknown."""
+"""What an endpoint that calls the engine says of itself (`GeneratingEndpoint`), and a checked body
+(`CallRequest`). Invariant: a `CallRequest` that was read can be served, unless its prompt is too
+long or its tokens unknown."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
-from cadenza.engine.batch_engine import ServedEngine
-from cadenza.fingerprint import Fingerprint
 from cadenza.frontend.answers import ToolUse
-from cadenza.frontend.prepared_request import (
-    PLAIN,
-    AnyPrompt,
-    PreparedRequest,
-    RequestOptions,
-    Terms,
-)
+from cadenza.frontend.prepared_request import AnyPrompt, PreparedRequest, RequestOptions, Terms
 from cadenza.frontend.receipts import ReceiptSeal
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.outputs import RequestOutput
 from cadenza.request import SamplingParams, show
-from cadenza.server.calls.encoder import (
-    AnswerEncoder,
-    AnswerHead,
-    StreamEncoder,
-    WholeAnswer,
-)
+from cadenza.server.calls.encoder import AnswerEncoder, AnswerHead, StreamEncoder, WholeAnswer
 from cadenza.server.errors import invalid_value
-from cadenza.server.fields.body import Field, UnknownFields
-from cadenza.server.fields.sampling import (
-    CallBody,
-    SamplingField,
-)
+from cadenza.server.fields.body import UnknownFields
+from cadenza.server.fields.sampling import CallBody, SamplingField
 from cadenza.server.fields.tools import tool_use
 from cadenza.server.limits import ServerLimits
-from cadenza.server.openapi import (
-    AnswerSchema,
-    ApiRoute,
-)
+from cadenza.server.openapi import AnswerSchema, ApiRoute
 from cadenza.server.response_store import ResponseStore
+from cadenza.server.served_model import ServedModel
 from cadenza.structured import StructuredOutput
 
 GENERATION_STATUSES = (400, 413, 415, 404, 429, 500, 503, 504)
@@ -49,15 +31,13 @@ GENERATION_STATUSES = (400, 413, 415, 404, 429, 500, 503, 504)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallContext:
     """What a call may depend on besides its body. `responses`: the stored ones, of all tenants.
-    `seal`: of this server's receipts. `engine`: the model's, and `fingerprint` that of its answers,
-    once the model is loaded."""
+    `seal`: of this server's receipts. `model`: it may not be loaded yet."""
 
     tenant: str
     request_id: str
     responses: ResponseStore
     seal: ReceiptSeal
-    engine: Callable[[], ServedEngine]
-    fingerprint: Callable[[], Fingerprint | None]
+    model: ServedModel
 
 
 class CallRequest(CallBody, ABC):
@@ -68,18 +48,13 @@ class CallRequest(CallBody, ABC):
     param_names: ClassVar[Mapping[str, str]] = {}
     """This body's names of the fields that an error of a request names, where they differ."""
 
-    @property
-    def num_prompts(self) -> int:
-        return 1
+    stream: Any = False
+    """Whether the answer is sent as it comes."""
 
     @property
     def user_label(self) -> str | None:
         """Who asks, for the log's line."""
         return self.values.get("user")
-
-    @property
-    def request_options(self) -> RequestOptions:
-        return PLAIN
 
     @property
     def form_field(self) -> str | None:
@@ -111,6 +86,16 @@ class CallRequest(CallBody, ABC):
         """The whole answer, where it needs no engine but a ready one; None where it does."""
         del head
 
+    def request_options(self, text: TextFrontend) -> RequestOptions:
+        """Raises ApiError (400)."""
+        del text
+        get = self.values.get
+        return RequestOptions(
+            has_receipt=bool(get("receipt")),
+            prediction=get("prediction", ""),
+            add_special_tokens=get("add_special_tokens", True),
+        )
+
     @abstractmethod
     def sampling(self, text: TextFrontend) -> SamplingParams:
         """The sampling parameters; unset ones are the checkpoint's recommendations. Raises
@@ -122,7 +107,7 @@ class CallRequest(CallBody, ABC):
 
     def prepare(self, text: TextFrontend, terms: Terms) -> list[PreparedRequest]:
         """A request of each prompt. Slow; safe on any thread. Raises as `prompts` does."""
-        params, options = self.sampling(text), self.request_options
+        params, options = self.sampling(text), self.request_options(text)
         return [text.prepare(each, params, options, terms) for each in self.prompts(text)]
 
     def encoder(self, head: AnswerHead) -> AnswerEncoder:
@@ -131,10 +116,6 @@ class CallRequest(CallBody, ABC):
     def whole_answer(self, head: AnswerHead, outputs: Sequence[RequestOutput]) -> bytes:
         """For calls without an encoder of their own. Raises ApiError."""
         raise NotImplementedError
-
-    @property
-    def is_streamed(self) -> bool:
-        return False
 
     def param_of(self, param: str | None) -> str | None:
         """This body's name of the field that an error of a request names."""
@@ -148,16 +129,11 @@ class CallRequest(CallBody, ABC):
 class GenerationRequest(CallRequest):
     """A call that generates, whose answer may be streamed."""
 
-    stream: Field[bool]
     default_max_tokens: ClassVar[int | None] = None
     """None: the rest of the context."""
 
     @abstractmethod
     def encoder(self, head: AnswerHead) -> StreamEncoder: ...
-
-    @property
-    def is_streamed(self) -> bool:
-        return bool(self.stream)
 
     @property
     def form(self) -> StructuredOutput | None:
@@ -169,20 +145,21 @@ class GenerationRequest(CallRequest):
         """The number of likeliest tokens to return; None: no log probabilities."""
         return None
 
-    def sampling(self, text: TextFrontend) -> SamplingParams:
-        return text.defaults.complete(self.sampling_values())
+    @property
+    def own_sampling(self) -> Mapping[str, Any]:
+        """Parameters that are no fields by themselves; they take precedence."""
+        return {}
 
-    def sampling_values(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"max_tokens": self.default_max_tokens}
-        for name, value in self.values.items():
-            field = self.fields[name]
-            if isinstance(field, SamplingField):
-                found[field.sets] = value
-        if self.form is not None:
-            found["structured"] = self.form
-        if self.num_top_logprobs is not None:
-            found["logprobs"] = self.num_top_logprobs
-        return found
+    def sampling(self, text: TextFrontend) -> SamplingParams:
+        named = ((self.fields[name], value) for name, value in self.values.items())
+        asked: dict[str, Any] = {
+            "max_tokens": self.default_max_tokens,
+            "structured": self.form,
+            "logprobs": self.num_top_logprobs,
+            **{each.sets: value for each, value in named if isinstance(each, SamplingField)},
+            **self.own_sampling,
+        }
+        return text.defaults.complete(asked)
 
 
 def check_stream_options(options: object, stream: bool) -> None:
@@ -217,12 +194,7 @@ class GeneratingEndpoint:
     @property
     def route(self) -> ApiRoute:
         return ApiRoute(
-            name=self.name,
-            method="POST",
-            path=self.path,
-            policy="key",
-            summary=self.summary,
-            answers=self.answers,
+            *(self.name, "POST", self.path, self.summary, self.answers),
             statuses=self.statuses,
             body=self.request_type,
             can_stream=self.can_stream,

@@ -393,11 +393,11 @@ def _plain(name: str) -> str:
 def _edits(left: str, right: str) -> int:
     before: list[int] = []
     row = list(range(len(right) + 1))
-    for place, letter in enumerate(left, 1):
-        before, last, row = row, before, [place]
+    for index, letter in enumerate(left, 1):
+        before, last, row = row, before, [index]
         for at, other in enumerate(right, 1):
             cost = min(before[at] + 1, row[at - 1] + 1, before[at - 1] + (letter != other))
-            is_swap = place > 1 and at > 1 and (letter, left[place - 2]) == (right[at - 2], other)
+            is_swap = index > 1 and at > 1 and (letter, left[index - 2]) == (right[at - 2], other)
             row.append(min(cost, last[at - 2] + 1) if is_swap else cost)
     return row[-1]
 
@@ -417,7 +417,6 @@ class IgnoredNames:
         return self._headers(["format." + _quoted(name)[:64] for name in names], _FORMAT, 16)
 
     def _headers(self, names: list[str], line: str, most: int | None = None) -> Headers:
-        """The header has `most` of the names; None: all."""
         for name in names:
             self._notices.tell(name, line, name)
         return ((IGNORED_HEADER, ", ".join(names[:most])),) if names else ()

@@ -83,9 +83,7 @@ def listening(address: Address) -> Generator[socket.socket]:
 
 @contextlib.contextmanager
 def listening_for_metrics(
-    address: Address,
-    patience_s: float = 0.0,
-    wait: Callable[[float], None] = time.sleep,
+    address: Address, patience_s: float = 0.0, wait: Callable[[float], None] = time.sleep
 ) -> Generator[socket.socket | None]:
     """None without a metrics port. `patience_s`: how long another, ending process may have it.
     Raises ConfigError."""
@@ -226,7 +224,6 @@ def _held(folder: Path) -> Generator[None]:
 
 
 def _clear(path: Path) -> None:
-    """Removes an abandoned socket. Raises ConfigError where the path is no socket."""
     if path.exists() and not path.is_socket():
         raise ConfigError(
             f"--uds {path}: something that is no socket is there; choose another path"
@@ -235,7 +232,6 @@ def _clear(path: Path) -> None:
 
 
 def _remove_what_was_left(path: Path) -> None:
-    """Removes a socket on which no process listens any more."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
         # Any other result than a refusal means that a process listens, perhaps a busy one.
@@ -432,10 +428,6 @@ class Acceptor:
         self._connections.add(protocol, task.cancel)
 
     async def _connect(self, accepted: socket.socket, protocol: asyncio.Protocol) -> None:
-        """Raises OSError where the client has left, or failed the handshake."""
         await self._loop.connect_accepted_socket(
-            lambda: protocol,
-            accepted,
-            ssl=self._context,
-            ssl_handshake_timeout=self._handshake_s,
+            lambda: protocol, accepted, ssl=self._context, ssl_handshake_timeout=self._handshake_s
         )

@@ -373,7 +373,6 @@ def _ask(address: Address, exchange: ExchangeOptions) -> tuple[socket.socket, Of
 
 
 def _receive_sockets(connection: socket.socket) -> ServerSockets:
-    """Raises GoneError, OSError, msgspec.MsgspecError."""
     send(connection, Take())
     message, descriptors, _, _ = socket.recv_fds(
         connection, MAX_MESSAGE_BYTES, 2, socket.MSG_CMSG_CLOEXEC

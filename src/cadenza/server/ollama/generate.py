@@ -25,7 +25,6 @@ from cadenza.server.calls.encoder import (
     shown_token,
 )
 from cadenza.server.calls.request import GeneratingEndpoint, GenerationRequest, check_num_logprobs
-from cadenza.server.dialect import ollama_error
 from cadenza.server.errors import ApiError, invalid_value
 from cadenza.server.fields.body import label, optional, unsupported
 from cadenza.server.fields.images import seen_content
@@ -43,21 +42,21 @@ from cadenza.server.fields.types import (
     field_type,
     refuse,
 )
+from cadenza.server.http.exchange import Dialect
 from cadenza.server.limits import ServerLimits
-from cadenza.server.ollama.fields import (
-    ollama_messages,
-    ollama_options,
-    prompt_images,
-    think_type,
-)
+from cadenza.server.ollama.fields import ollama_messages, ollama_options, prompt_images, think_type
 from cadenza.server.openapi import TEXT, AnswerSchema, list_of, object_of
-from cadenza.server.pooling.embeddings import (
-    PooledRequest,
-    embedding_bytes,
-)
+from cadenza.server.pooling.embeddings import PooledRequest, embedding_bytes
 from cadenza.structured import StructuredOutput
 
 _encode = msgspec.json.encode
+
+OLLAMA = Dialect(
+    error_body=lambda error, _: _encode({"error": error.with_field}),
+    error_schema="TextError",
+    stream_type="application/x-ndjson",
+    takes_unlabelled=True,
+)
 
 KEEP_ALIVE = AnyJson(max_chars=64)
 KEEP_ALIVE_HELP = "A hint; the model stays loaded."
@@ -122,12 +121,12 @@ class OllamaRequest(TopLogprobsBody, GenerationRequest):
         self.check_logprobs()
         check_num_logprobs("top_logprobs", self.top_logprobs or 0, limits)
 
-    def sampling_values(self) -> dict[str, Any]:
-        asked = {k: v for k, v in (self.options or {}).items() if k != "num_ctx"}
-        return {**super().sampling_values(), **asked}
-
     @property
-    def request_options(self) -> RequestOptions:
+    def own_sampling(self) -> Mapping[str, Any]:
+        return {k: v for k, v in (self.options or {}).items() if k != "num_ctx"}
+
+    def request_options(self, text: TextFrontend) -> RequestOptions:
+        del text
         num_ctx = (self.options or {}).get("num_ctx", 0)
         return RequestOptions(most_in_all=num_ctx if num_ctx > 0 else None)
 
@@ -241,7 +240,7 @@ class LineEncoder(BlockEncoder):
         return self._line({**self._shape("", "", ()), **self._end()})
 
     def failure(self, error: ApiError) -> bytes:
-        return _encode(ollama_error(error)) + b"\n"
+        return OLLAMA.error_body(error, self.head.request_id) + b"\n"
 
     def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
         every = [output for request in outputs for output in request.outputs]

@@ -8,9 +8,6 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from cadenza.frontend.prepared_request import (
-    RequestOptions,
-)
 from cadenza.outputs import CompletionOutput, RequestOutput
 from cadenza.server.calls.encoder import (
     AnswerHead,
@@ -22,22 +19,11 @@ from cadenza.server.calls.encoder import (
 )
 from cadenza.server.calls.request import GenerationRequest, check_num_logprobs, check_stream_options
 from cadenza.server.errors import ApiError, invalid_value
-from cadenza.server.fields.sampling import (
-    MAX_CHOICES,
-    GenerationBody,
-    StreamOptions,
-)
+from cadenza.server.fields.sampling import MAX_CHOICES, GenerationBody, StreamOptions
 from cadenza.server.fields.structured import form_field
 from cadenza.server.fields.types import Schema, or_null
 from cadenza.server.limits import ServerLimits
-from cadenza.server.openapi import (
-    COUNT,
-    TEXT,
-    AnswerSchema,
-    list_of,
-    object_of,
-    one_of,
-)
+from cadenza.server.openapi import COUNT, TEXT, AnswerSchema, list_of, object_of, one_of
 from cadenza.structured import StructuredOutput
 
 _encode = msgspec.json.encode
@@ -54,8 +40,8 @@ class ChoicesRequest(GenerationBody, GenerationRequest):
         """Checks the endpoint's own fields together. Raises ApiError (400)."""
 
     @property
-    def request_options(self) -> RequestOptions:
-        return RequestOptions(has_receipt=bool(self.receipt))
+    def num_prompts(self) -> int:
+        return 1
 
     @property
     def form_field(self) -> str | None:
@@ -89,10 +75,10 @@ class ChunkEncoder(StreamEncoder):
     object_name: ClassVar[str]
     chunk_name: ClassVar[str]
 
-    def __init__(self, head: AnswerHead, body: GenerationBody, num_prompts: int = 1) -> None:
+    def __init__(self, head: AnswerHead, body: ChoicesRequest) -> None:
         super().__init__(head)
         asked = body.stream_options or StreamOptions({})
-        self._n, self._num_choices = body.n, num_prompts * body.n
+        self._n, self._num_choices = body.n, body.num_prompts * body.n
         self._include_usage = asked.include_usage
         # By itself it asks for no usage.
         self._continuous_usage = asked.include_usage and asked.continuous_usage_stats

@@ -280,7 +280,6 @@ async def _input_items(service: Service, exchange: Exchange) -> None:
 
 
 def _find(service: Service, exchange: Exchange) -> StoredResponse:
-    """Raises ApiError (404)."""
     response_id: str = exchange.path_params["id"]
     found = service.responses.find(exchange.tenant, response_id)
     if found is None:

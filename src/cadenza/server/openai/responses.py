@@ -23,11 +23,7 @@ from cadenza.server.fields.body import ObjectOf, label, optional, required, unsu
 from cadenza.server.fields.messages import chat_messages, template_variables
 from cadenza.server.fields.sampling import LabelledBody, SamplingField
 from cadenza.server.fields.thinking import BUDGET, BUDGET_HELP, AskedThinking, ThinkingSwitches
-from cadenza.server.fields.tools import (
-    ResponseTool,
-    response_tool_choice,
-    response_tools,
-)
+from cadenza.server.fields.tools import ResponseTool, response_tool_choice, response_tools
 from cadenza.server.fields.types import (
     MAX_TOKEN_ID,
     AnyJson,
@@ -239,7 +235,6 @@ class ResponseRequest(ThinkingSwitches, LabelledBody, GenerationRequest):
         }
 
     def _shown(self) -> dict[str, Any]:
-        """Those that repeat it as it was given."""
         return {
             "metadata": self.metadata or {},
             "text": {"format": self._text_format.given, **_given(verbosity=self._verbosity)},
@@ -252,7 +247,6 @@ def _given(**members: object) -> dict[str, object]:
 
 
 def _check_unicode(name: str, value: object) -> None:
-    """Raises ApiError (400) for a value with half a surrogate pair, which UTF-8 cannot encode."""
     try:
         msgspec.json.encode(value)
     except UnicodeEncodeError:
@@ -268,8 +262,8 @@ def _response_of(item_id: str) -> str:
 
 def _encode_items(items: Sequence[dict[str, Any]], request_id: str) -> bytes:
     named = [
-        item if "id" in item else {**item, "id": f"item_{request_id}_{place}"}
-        for place, item in enumerate(items)
+        item if "id" in item else {**item, "id": f"item_{request_id}_{index}"}
+        for index, item in enumerate(items)
     ]
     return msgspec.json.encode(named)
 
@@ -283,7 +277,7 @@ def _without_references(
     may refer to a long item many times."""
     num_bytes = 0
     known: dict[str, dict[str, dict[str, Any]]] = {}
-    for place, item in enumerate(items):
+    for index, item in enumerate(items):
         if item["type"] != REFERENCE:
             yield item
             continue
@@ -293,14 +287,14 @@ def _without_references(
         found = None if response is None else known[response.id].get(item["id"])
         if found is None:
             raise invalid_value(
-                f"input[{place}] refers to the item {show(item['id'])}, which is in no stored "
+                f"input[{index}] refers to the item {show(item['id'])}, which is in no stored "
                 f"response that has ended; send the item itself",
                 "input",
             )
         num_bytes += len(msgspec.json.encode(found))
         if num_bytes > max_num_bytes:
             raise invalid_value(
-                f"up to input[{place}] the items that input refers to have over {max_num_bytes} "
+                f"up to input[{index}] the items that input refers to have over {max_num_bytes} "
                 f"bytes, the most that a body may have; refer to fewer items",
                 "input",
             )

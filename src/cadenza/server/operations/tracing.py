@@ -242,8 +242,6 @@ def _resource() -> Resource:
 
 
 class _ReportingExporter(SpanExporter):
-    """Logs a line when sending begins to fail, and one when it works again."""
-
     def __init__(self, inner: SpanExporter, url: str) -> None:
         self._inner = inner
         self._url = url
