@@ -33,15 +33,13 @@ RETRY_S, MAX_RETRY_S = 30.0, 3600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolOptions:
-    """How many models are loaded, and for how long. `max_loaded`: models that are loaded at the
-    same time, at most. `idle_unload_s`: a model that was not used for so long is unloaded; None:
-    never. `max_waiting`: calls that wait for one model, at most. `max_waiting_bytes`: the bytes of
-    all bodies that wait; an empty queue takes any. Raises ConfigError: a value cannot work."""
+    """How many models are loaded, and for how long. Raises ConfigError: a value cannot work."""
 
-    max_loaded: int = 1
+    max_loaded: int = 1  # at the same time
+    # a model that was not used for so long is unloaded; None: never
     idle_unload_s: float | None = None
-    max_waiting: int = 64
-    max_waiting_bytes: int = 256 << 20
+    max_waiting: int = 64  # calls that wait for one model
+    max_waiting_bytes: int = 256 << 20  # of all bodies that wait; an empty queue takes any
 
     def __post_init__(self) -> None:
         if self.max_loaded < 1:

@@ -83,11 +83,11 @@ def spellings(name: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class LoadFailure:
-    """The last load failed; `num_failed` in a row did. No other is tried until `until_s`."""
+    """The last load failed."""
 
     reason: str
-    until_s: float
-    num_failed: int
+    until_s: float  # no other is tried until then
+    num_failed: int  # in a row
 
 
 class ServedModel:

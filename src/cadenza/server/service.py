@@ -24,34 +24,26 @@ from cadenza.server.tenants import TenantFile, Tenants
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOptions:
-    """A server's options.
-
-    Args:
-        metrics_keys: with which only the metrics can be read; without one, as everything else.
-        metrics_port: of this machine, at which there are only the metrics and probes.
-        begin_trace: of a call that has just arrived; None where nobody wants spans.
-        num_dropped_log_lines: counts them, for the metrics.
-        clock: seconds, monotonic.
-        now: seconds since 1970.
-        fetcher: of images at remote URLs.
-    """
+    """A server's options."""
 
     limits: ServerLimits = field(default_factory=ServerLimits)
     keys: ApiKeys = field(default_factory=ApiKeys)
     tenants: TenantFile = field(default_factory=TenantFile)
+    # good for the metrics alone; without one they need what all else does
     metrics_keys: ApiKeys = field(default_factory=ApiKeys)
-    metrics_port: int | None = None
+    metrics_port: int | None = None  # of this machine: only the metrics and probes
     cors: Cors = field(default_factory=Cors)
     hosts: Hosts = field(default_factory=Hosts)
     has_ui: bool = True
+    # of images at remote URLs
     fetcher: MediaFetcher = field(default_factory=lambda: MediaFetcher(AllowedHosts(())))
     stored_responses: StoreBounds = field(default_factory=StoreBounds)
     unknown_fields: UnknownFields = "suggest"
     is_logging_requests: bool = True
-    begin_trace: Callable[[Exchange], CallTrace] | None = None
+    begin_trace: Callable[[Exchange], CallTrace] | None = None  # of a call that has just arrived
     num_dropped_log_lines: Callable[[], int] = lambda: 0
-    clock: Callable[[], float] = time.monotonic
-    now: Callable[[], float] = time.time
+    clock: Callable[[], float] = time.monotonic  # seconds, monotonic
+    now: Callable[[], float] = time.time  # seconds since 1970
 
 
 class Service:

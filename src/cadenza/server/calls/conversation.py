@@ -27,26 +27,19 @@ Image = TypeVar("Image")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskedConversation:
-    """A conversation that waits for an answer.
-
-    Args:
-        use: the tools that the answer may call; None: none.
-        thinking: the effort, the switch and the bound; the switch and the bound take precedence
-            over what the effort implies.
-        verbosity: for the chat template; None: as the template does.
-        variables: of the chat template, as the request names them; those that the template does
-            not read are ignored.
-        template_kwargs: further arguments of the chat template.
-        is_off_unasked: the request does not mention thinking, which its API takes for off: only a
-            switch of the chat template turns it off.
-    """
+    """A conversation that waits for an answer."""
 
     messages: Sequence[Message]
     use: ToolUse | None
+    # its switch and bound take precedence over what its effort implies
     thinking: AskedThinking = NOTHING_ASKED
-    verbosity: str | None = None
+    verbosity: str | None = None  # None: as the template does
+    # of the chat template; those that it does not read are ignored
     variables: Mapping[str, object] = field(default_factory=dict[str, object])
+    # further arguments of the chat template
     template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    # The request does not mention thinking, which its API takes for off: only a switch of the chat
+    # template turns it off.
     is_off_unasked: bool = False
 
     def prompt(self, text: TextFrontend) -> ChatPrompt:

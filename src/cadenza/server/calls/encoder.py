@@ -30,17 +30,16 @@ _encode = msgspec.json.encode
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerHead:
-    """What is known of an answer before it begins; `usage` and `times` are those of the answer so
-    far. `text`: the model's. `read_fingerprint`: None until it is known. `now`: seconds since 1970,
-    for the time of a chunk; None: `created` is that of all."""
+    """What is known of an answer before it begins."""
 
     request_id: str
     created: int
     model: str
-    text: TextFrontend
-    usage: Usage = field(default_factory=Usage)
-    read_fingerprint: Callable[[], str | None] = lambda: None
+    text: TextFrontend  # the model's
+    usage: Usage = field(default_factory=Usage)  # of the answer so far, as its times
+    read_fingerprint: Callable[[], str | None] = lambda: None  # None until it is known
     times: Callable[[], AnswerTimes] = AnswerTimes
+    # seconds since 1970, for the time of a chunk; None: `created` is that of all
     now: Callable[[], float] | None = None
 
     @property
@@ -120,13 +119,12 @@ def schema_mark(output: CompletionOutput) -> dict[str, bool]:
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """One block; the text of a call is its arguments. `index`: its place in the answer. `name`: the
-    function that is called. `call_id`: of a call."""
+    """One block; the text of a call is its arguments."""
 
-    index: int
+    index: int  # in the answer
     kind: PartKind
-    name: str | None = None
-    call_id: str = ""
+    name: str | None = None  # the function that is called
+    call_id: str = ""  # of a call
     is_ended: bool = False
     texts: list[str] = field(default_factory=list[str])
 

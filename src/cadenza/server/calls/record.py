@@ -105,14 +105,13 @@ class CallTrace(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerTimes:
-    """Seconds of a call so far. `total_s`: since it arrived. `first_s`: until its first token; None
-    without one. `prompt_s`: until its first token, or until its prompts were read where nothing is
-    generated. `decode_s`: from its first token to its newest."""
+    """Seconds of a call so far."""
 
-    total_s: float = 0.0
-    first_s: float | None = None
+    total_s: float = 0.0  # since it arrived
+    first_s: float | None = None  # until its first token
+    # until its first token, or until its prompts were read where nothing is generated
     prompt_s: float = 0.0
-    decode_s: float = 0.0
+    decode_s: float = 0.0  # from its first token to its newest
 
 
 @dataclass(slots=True, eq=False)

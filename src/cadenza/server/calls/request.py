@@ -30,14 +30,13 @@ GENERATION_STATUSES = (400, 413, 415, 404, 429, 500, 503, 504)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallContext:
-    """What a call may depend on besides its body. `responses`: the stored ones, of all tenants.
-    `seal`: of this server's receipts. `model`: it may not be loaded yet."""
+    """What a call may depend on besides its body."""
 
     tenant: str
     request_id: str
-    responses: ResponseStore
-    seal: ReceiptSeal
-    model: ServedModel
+    responses: ResponseStore  # the stored ones, of all tenants
+    seal: ReceiptSeal  # of this server's receipts
+    model: ServedModel  # it may not be loaded yet
 
 
 class CallRequest(CallBody, ABC):

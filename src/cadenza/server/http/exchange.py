@@ -48,25 +48,17 @@ SLICE_BYTES = 64 << 10
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
     """How one API shapes errors and heads; an error means the same in each, but for 503, which is
-    529 in Anthropic's.
+    529 in Anthropic's."""
 
-    Args:
-        status_of: of an error's answer.
-        error_body: the JSON of an error, of the request with an id.
-        check_version: refuses a version of the API; takes a header's value.
-        error_schema: the name of its errors' schema in the API's description.
-        stream_type: the media type of a stream.
-        takes_unlabelled: whether a body that is labelled as nothing, as text or as a form's is
-            JSON where no page sent it, since clients of the API set no type.
-    """
-
-    error_body: Callable[[ApiError, str], bytes]
+    error_body: Callable[[ApiError, str], bytes]  # of the request with an id
     status_of: Callable[[ApiError], int] = lambda error: error.status
     id_headers: tuple[str, ...] = ("x-request-id",)
     version_header: bytes | None = None
-    check_version: Callable[[bytes], None] = lambda _: None
-    error_schema: str = "Error"
+    check_version: Callable[[bytes], None] = lambda _: None  # takes a header's value
+    error_schema: str = "Error"  # its name in the API's description
     stream_type: str = "text/event-stream"
+    # A body that is labelled as nothing, as text or as a form's is JSON, unless a page sent it:
+    # clients of the API set no type.
     takes_unlabelled: bool = False
 
 

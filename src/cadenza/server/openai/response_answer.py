@@ -41,15 +41,13 @@ _ITEM_PREFIXES: dict[PartKind, str] = {"content": "msg", "reasoning": "rs", "too
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseFrame:
-    """The facts about a response that are known before it begins. `fields`: the object without
-    status, output and usage. `input`: the input items, with their ids, as JSON; only what is stored
-    needs them. `store`: where it is stored; None: nowhere. `tools`: those that may be called, by
-    their names in calls."""
+    """What is known of a response before it begins."""
 
-    fields: dict[str, Any]
-    input: bytes
+    fields: dict[str, Any]  # the object without status, output and usage
+    input: bytes  # the items, with their ids, as JSON; only what is stored needs them
     tenant: str
-    store: ResponseStore | None
+    store: ResponseStore | None  # None: it is not stored
+    # by their names in calls
     tools: Mapping[str, ResponseTool] = field(default_factory=dict[str, ResponseTool])
 
 

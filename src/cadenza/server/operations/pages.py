@@ -168,18 +168,15 @@ def _by_api(routes: Sequence[ApiRoute]) -> dict[str, list[tuple[str, str]]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageFacts:
-    """What the page shows. `state`: of the engine, in one word, and why, if that is known.
-    `models`: their names; None where the reader may not know them. `needs_key`: whether requests
-    need an API key. `facts`: of the model, by what they are. `address`: the URL of this server, as
-    the reader called it. `endpoints`: method and path of each, by the API that has it."""
+    """What the page shows."""
 
     version: str
-    state: str
-    models: Sequence[str] | None
+    state: str  # of the engine, in one word, and why, if that is known
+    models: Sequence[str] | None  # None where the reader may not know them
     needs_key: bool
-    facts: Mapping[str, str]
-    address: str
-    endpoints: Mapping[str, Sequence[tuple[str, str]]]
+    facts: Mapping[str, str]  # of the model
+    address: str  # of this server, as the reader called it
+    endpoints: Mapping[str, Sequence[tuple[str, str]]]  # method and path of each, by API
 
 
 def render_page(shown: PageFacts) -> bytes:
