@@ -10,7 +10,7 @@ from cadenza.batch.sequence_list import RunningRows
 from cadenza.events import Started
 from cadenza.kv.kv_cache_manager import KVCacheManager
 from cadenza.kv.prefix_cache import Prefix
-from cadenza.kv.prefix_misses import PrefixCounts
+from cadenza.kv.prefix_misses import PrefixCounts, misses_of
 from cadenza.scheduler.admission import Reservations
 from cadenza.scheduler.step_budget import PromptPart, PromptShares, StepBudget
 from cadenza.scheduler.step_work import StepWork
@@ -144,7 +144,7 @@ class Starts:
             return False
         is_new, counts = sequence.num_cached_tokens is None, self.counts
         is_counted = is_new and counts is not None and not prefix.is_fork
-        misses = self.kv_cache.misses_of(sequence, prefix) if is_counted else None
+        misses = misses_of(self.kv_cache, sequence, prefix) if is_counted else None
         if not self.kv_cache.try_adopt(sequence, prefix):
             return False
         if is_new:
