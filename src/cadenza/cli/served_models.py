@@ -25,8 +25,9 @@ ANY_NAME = "*"
 
 if TYPE_CHECKING:
     from cadenza.checkpoint.folder import Checkpoint
+    from cadenza.engine.process.child_process import EngineChild
     from cadenza.engine.process.launch import FirstLaunch
-    from cadenza.engine.process.process_link import EngineChild, ProcessLink, ProcessOptions
+    from cadenza.engine.process.process_link import ProcessLink, ProcessOptions
     from cadenza.frontend.answers import AnswerParsers
     from cadenza.frontend.text_frontend import TextFrontend
     from cadenza.server.served_model import ModelNames, ServedModel

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from cadenza.cluster.handshake import GREETING_S, greet_host
+from cadenza.engine.process.child_process import EngineUnreachableError
 from cadenza.engine.process.frame_socket import FrameSocket
 from cadenza.engine.process.messages import WireError
-from cadenza.engine.process.process_link import EngineUnreachableError
 from cadenza.engine.process.supervision import ProcessUsage
 
 KEEP_ALIVE_S, MOST_UNANSWERED = 2, 3

@@ -25,7 +25,7 @@ from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
 from cadenza.engine.batch_engine import ServedEngine
-from cadenza.engine.open_requests import RejectionReason, RequestStats
+from cadenza.engine.request_stats import RejectionReason, RequestStats
 from cadenza.engine.stats import ENGINE_FIGURES, EngineStats
 from cadenza.engine.status import EngineStatus
 from cadenza.events import FinishReason, WholePromptReason

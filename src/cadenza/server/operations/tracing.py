@@ -18,8 +18,8 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from opentelemetry.util.types import AttributeValue
 
 import cadenza
-from cadenza.engine.open_requests import RequestTimes
 from cadenza.engine.request_check import CheckedRequest
+from cadenza.engine.request_stats import RequestTimes
 from cadenza.errors import ConfigError, show
 from cadenza.frontend.prepared_request import PreparedRequest
 from cadenza.request import Request
