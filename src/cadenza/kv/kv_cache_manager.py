@@ -19,7 +19,7 @@ from cadenza.kv.prefix_cache import (
     InFlightPrefixes,
     Prefix,
     PrefixCache,
-    content_of,
+    kv_content_of,
 )
 from cadenza.kv.recurrent_states import RecurrentStates
 from cadenza.kv.sequence_states import SequenceStates
@@ -96,7 +96,7 @@ class KVCacheManager:
             return self._fork(source)
         if sequence.needs_prompt_rows:
             return Prefix()
-        content = content_of(sequence)
+        content = kv_content_of(sequence)
         if self.slot_prefixes is not None:
             slot = self.slot_prefixes.find(sequence, content)
             return (
@@ -129,7 +129,7 @@ class KVCacheManager:
             return (), ROOT
         return self.prefix_cache.find(
             self.page_keys(sequence),
-            content_of(sequence),
+            kv_content_of(sequence),
             num_pages=self._num_usable(sequence),
         )
 
@@ -145,7 +145,7 @@ class KVCacheManager:
         """Of full pages; empty without a prefix cache."""
         if self.prefix_cache is None:
             return []
-        self.prefix_cache.page_keys.extend(sequence.page_keys, content_of(sequence))
+        self.prefix_cache.page_keys.extend(sequence.page_keys, kv_content_of(sequence))
         return sequence.page_keys
 
     def is_prefix_coming(self, sequence: Sequence) -> bool:
@@ -394,7 +394,7 @@ class KVCacheManager:
         tenant = sequence.tenant
         if self.slot_prefixes is not None:
             slot = sequence.page_table[0]
-            if self.slot_prefixes.publish(sequence, content_of(sequence), num_tokens):
+            if self.slot_prefixes.publish(sequence, kv_content_of(sequence), num_tokens):
                 if self.page_quotas.try_cache(tenant, slot, PageClass.PROMPT):
                     self.pool.mark_cached(slot)
                 else:
@@ -431,7 +431,7 @@ class KVCacheManager:
         is_known = self.prefix_cache.page_of(key) is not None
         if not is_known and not self.page_quotas.try_cache(tenant, page_id, page_class):
             return None
-        content = content_of(sequence)
+        content = kv_content_of(sequence)
         own, is_taken = self.prefix_cache.publish(
             page_id, index, sequence.page_keys, content, serial
         )
@@ -473,7 +473,7 @@ class KVCacheManager:
 
     def _class_of(self, sequence: Sequence, index: int) -> PageClass:
         num_tokens = (index + 1) * self.page_size
-        if content_of(sequence).is_displaced(num_tokens):
+        if kv_content_of(sequence).is_displaced(num_tokens):
             return PageClass.SPARSE
         is_prompt = num_tokens <= sequence.num_prompt_tokens
         return PageClass.PROMPT if is_prompt else PageClass.GENERATED

@@ -26,7 +26,7 @@ MAX_REMOVED_PAGES = 1 << 12
 ROOT = 0  # The parent serial of a first page
 
 
-def content_of(sequence: Sequence) -> Content:
+def kv_content_of(sequence: Sequence) -> Content:
     request, kept = sequence.request, sequence.prompt.kept
     return Content(sequence.token_ids, request.attachments, request.cache_salt, kept)
 

@@ -12,7 +12,7 @@ from cadenza.events import CacheMiss, CacheMissReason
 from cadenza.figures import Figure
 from cadenza.kv.kv_cache_manager import KVCacheManager
 from cadenza.kv.page_keys import Content
-from cadenza.kv.prefix_cache import InFlightPrefixes, Prefix, PrefixCache, content_of
+from cadenza.kv.prefix_cache import InFlightPrefixes, Prefix, PrefixCache, kv_content_of
 from cadenza.kv.slot_prefixes import Closest
 
 # In order: never computed, or forgotten long ago; computed, but its page was needed for something
@@ -133,7 +133,7 @@ def misses_of(
     else:
         misses["tail"] = min(1, num_missing)
         misses["cold"] = num_missing - misses["tail"]
-    content = content_of(sequence)
+    content = kv_content_of(sequence)
     if kv_cache.slot_prefixes is not None and not is_skipped:
         closest = kv_cache.slot_prefixes.closest(content, num_tokens)
         return misses, _miss_in_slots(closest, prefix.num_cached_tokens, num_tokens)
