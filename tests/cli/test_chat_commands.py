@@ -13,7 +13,7 @@ from cadenza.cli.conversation import Asked, Conversation
 from cadenza.cli.interrupts import Interrupts
 from cadenza.config import EngineConfig
 from cadenza.errors import InvalidRequestError
-from cadenza.frontend.given_images import PooledPixels
+from cadenza.frontend.image_prompts import PooledPixels
 from cadenza.frontend.loaded_model import LoadedModel, open_model
 from tests.faces.seeing import seeing_text
 

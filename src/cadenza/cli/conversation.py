@@ -75,7 +75,7 @@ class Conversation:
 
     def attach(self, file: Path) -> "PlannedImage":
         """Has an image go with the next question. Raises InvalidRequestError."""
-        from cadenza.frontend.given_images import image_input
+        from cadenza.frontend.image_prompts import image_input
 
         image = image_input(file, file.name)
         *_, planned = self.loaded.text.prompts.planned([*self.images, image])

@@ -181,7 +181,7 @@ def _question(
 
 
 def _content(prompt: str, files: Sequence[str]) -> str | list[dict[str, Any]]:
-    from cadenza.frontend.given_images import image_input
+    from cadenza.frontend.image_prompts import image_input
     from cadenza.media.image_input import image_part
 
     if not files:

@@ -21,7 +21,7 @@ from cadenza.request import Request
 
 
 def with_receipt(prepared: PreparedRequest, terms: Terms = OWN_TERMS) -> PreparedRequest:
-    """The request with a receipt of each sample, for which it gets log probabilities."""
+    """The request with log probabilities, which the receipts of its samples need."""
     request = prepared.request
     if request.constraint is not None and request.constraint.is_needed:
         raise InvalidRequestError(
