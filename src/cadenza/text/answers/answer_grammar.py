@@ -22,16 +22,13 @@ from cadenza.text.answers.tool_format import (
 )
 from cadenza.text.schemas.grammar import joined_grammar, parts_of
 
-MAX_CALLS = 16
-"""Of one constrained answer; without a bound a small model may call for ever."""
+MAX_CALLS = 16  # of one constrained answer; without a bound a small model may call for ever
 
 
-Arguments = Mapping[str, str]
-"""What may be called: the grammars of the functions' arguments, by the functions' names."""
+Arguments = Mapping[str, str]  # their grammars, by the functions' names
 
 
 def calls_grammar(arguments: Arguments, format: ToolFormat, marks: Marks, *, max_calls: int) -> str:
-    """At least one call and at most `max_calls`."""
     lines = ["start: calls", *_calls(arguments, format, marks, max_calls)]
     return whole_grammar(arguments.values(), lines)
 
@@ -83,7 +80,7 @@ class AnswerFrame(Protocol):
 
     @property
     def marks(self) -> Sequence[str]:
-        """The texts that are tokens by themselves in models of this kind, beside those of calls."""
+        """Those that are tokens by themselves, beside those of calls."""
         ...
 
     @property
@@ -105,23 +102,17 @@ class AnswerFrame(Protocol):
     def placed(self, rule: CallRule) -> CallRule: ...
 
     def make_parser(self, plan: PartPlan) -> MakeParser | None:
-        """Of the parsers of its samples; None: all of them is content."""
+        """None: all of the answer is content."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MarkedFrame:
-    """Reasoning between marks, then content and calls (`AnswerFrame`).
+    """Reasoning between marks, then content and calls."""
 
-    Args:
-        own: how the model marks its reasoning; None: it has none, or it is not told apart.
-        has_begun: the prompt has the mark that begins it.
-        is_over: the prompt has the mark that ends it.
-    """
-
-    own: ReasoningFormat | None
-    has_begun: bool
-    is_over: bool
+    own: ReasoningFormat | None  # None: the model has none, or it is not told apart
+    has_begun: bool  # the prompt has the mark that begins it
+    is_over: bool  # the prompt has the mark that ends it
 
     @classmethod
     def of(cls, own: ReasoningFormat | None, prompt: str) -> "MarkedFrame":

@@ -21,15 +21,11 @@ from cadenza.text.schemas.schema_merge import (
 )
 
 OTHER_TYPES = tuple(name for name in TYPES if name != "string")
-
 WORDS: Mapping[str, object] = {"true": True, "false": False, "null": None, "none": None}
-"""Of JSON and Python, in lower case."""
 
+# A text of JSON, with its end if it has one, or a bracket.
 NESTING = re.compile(r'"(?:[^"\\]|\\.)*+(")?|[{}\[\]]', re.DOTALL)
-"""Of JSON: a text, with its end if it has one, or a bracket."""
-
 JSON_TEXT = r'"(?:[^"\\]|\\.)*+(?:"|\Z)'
-
 _BAD_ESCAPE = re.compile(r'\\(\\|["/bfnrt]|u[0-9a-fA-F]{4})?')
 _SEPARATORS = re.compile(r"[\s;]*")
 _TAG = re.compile(r"</|<\w+=")
@@ -37,7 +33,7 @@ _TAG = re.compile(r"</|<\w+=")
 
 class ArgumentSchema:
     """One argument: it allows what one of `alternatives`, without references and combinations,
-    does; `is_resolved`: they are all that it asks for; otherwise only its types are known."""
+    does; `is_resolved`: they are all that it asks for, otherwise only its types are known."""
 
     __slots__ = ("alternatives", "has_others", "is_resolved", "texts")
 
@@ -47,11 +43,10 @@ class ArgumentSchema:
         listed = [v for each in alternatives for v in each.get("enum", ()) if _satisfies(v, each)]
         types = [types_of(each) for each in alternatives if "enum" not in each]
         texts = [*dict.fromkeys(each for each in listed if isinstance(each, str))]
+        # Those that enums allow; None where any may stand.
         self.texts = None if any("string" in each for each in types) else texts
-        """Those that enums allow; None where any may stand."""
         is_listed = any(not isinstance(each, str) for each in listed)
         self.has_others = is_listed or any(each != {"string"} for each in types)
-        """Whether something else than texts is allowed."""
 
     @classmethod
     def of(cls, schema: object, root: Mapping[str, Any]) -> "ArgumentSchema":
@@ -69,7 +64,6 @@ class ArgumentSchema:
 
     @property
     def has_plain_texts(self) -> bool:
-        """Whether each text that no enum lists may be any."""
         free = (each for each in self.alternatives if "enum" not in each)
         return all(not each.keys() - {"type"} for each in free if "string" in types_of(each))
 
@@ -180,7 +174,7 @@ def is_within_text(text: str) -> bool:
 
 
 def schema_members(schema: object) -> Mapping[str, Any]:
-    """Those of an object; none of anything else, such as true."""
+    """None of anything else than an object."""
     return cast(Mapping[str, Any], schema) if isinstance(schema, Mapping) else {}
 
 

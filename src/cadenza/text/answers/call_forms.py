@@ -17,9 +17,7 @@ from cadenza.text.answers.tool_format import (
     ToolCall,
 )
 
-MAX_UNDECIDED_CHARS = 4096
-"""Of a bare call before its function is known."""
-
+MAX_UNDECIDED_CHARS = 4096  # of a bare call before its function is known
 _FENCE = "```"
 _FENCE_LINE = re.compile(r"`{3,}[ \t]*[\w-]*\s*")
 _BEFORE_FENCE_END = " \t\r\n;,"
@@ -27,13 +25,12 @@ _BEFORE_FENCE_END = " \t\r\n;,"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MarkedCalls:
-    """Calls between marks. `end`: empty where they reach to the end of the text; `trailing`: what
-    may follow the end, and is no content; `is_named`: the marks are a part of what is read."""
+    """Calls between marks."""
 
     begin: str
-    end: str = ""
-    trailing: str = ""
-    is_named: bool = False
+    end: str = ""  # empty where they reach to the end of the text
+    trailing: str = ""  # what may follow the end, and is no content
+    is_named: bool = False  # the marks are a part of what is read
     read: ReadCalls
 
     def find(self, text: str, functions: Functions, *, is_end: bool) -> CallStart | None:
@@ -81,7 +78,7 @@ class _MarkedMatcher:
         return Taken((), len(text)) if calls is None else Taken(calls, position)
 
     def _read(self, text: str, position: int, *, most: int) -> tuple[ToolCall, ...] | None:
-        """The calls up to a position, of which `most` last brackets may be missing."""
+        """Of the calls up to a position `most` last brackets may be missing."""
         form = self._form
         written = text[:position] if form.is_named else text[len(form.begin) : position]
         calls = form.read(written, self._functions)
@@ -98,19 +95,17 @@ class _MarkedMatcher:
         return None if trailing.startswith(rest) and not is_end else taken
 
 
+# Whether a text begins with a call of a notation; None if more of it decides.
 Begins = Callable[[str, Functions], bool | None]
-"""Whether a text begins with a call of a notation; None if more of it decides."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BareCalls:
-    """Calls that stand by themselves, with text or a code fence around them. `prefix`: a mark that
-    may stand in front; `first`: what a call, a fence or the mark begins with; `quotes`: what stands
-    around texts, in which brackets mean nothing."""
+    """Calls that stand by themselves, with text or a code fence around them."""
 
-    prefix: str = ""
-    first: re.Pattern[str]
-    quotes: str = '"'
+    prefix: str = ""  # a mark that may stand in front
+    first: re.Pattern[str]  # what a call, a fence or the mark begins with
+    quotes: str = '"'  # what stands around texts, in which brackets mean nothing
     begins: Begins
     read: ReadCalls
 
@@ -184,7 +179,6 @@ class _BareMatcher:
         return Taken(self._calls, self._end) if self._calls else None
 
     def _scan(self, text: str) -> bool:
-        """Whether the brackets of the call close; `_place` is then after the last one."""
         position = self._place
         while (match := self._marks.search(text, position)) is not None:
             mark, position = match[0], match.end()

@@ -11,14 +11,14 @@ from cadenza.text.tokens.stop import StopMatch, StopMatcher
 
 
 class ShownText(NamedTuple):
-    """What has become certain: text of the answer, and parts of it."""
+    """What has become certain."""
 
     text: str
     parts: list[OutputPart]
 
 
 class ContentStops:
-    """One sample: `parser`, a fresh one; `make_matcher`, of one stretch of content."""
+    """Of one sample, with a fresh parser; `make_matcher`: of one stretch of content."""
 
     __slots__ = (
         "_base",
@@ -33,8 +33,7 @@ class ContentStops:
         "match",
     )
 
-    match: StopMatch | None
-    """Its `end` counts all characters of the answer."""
+    match: StopMatch | None  # its `end` counts all characters of the answer
 
     def __init__(
         self,

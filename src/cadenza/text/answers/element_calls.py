@@ -39,13 +39,11 @@ class _Found(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Elements:
-    """Arguments that are written as plain text: their types are the schema's. `begin`: of an
-    element, with its key; without one it is cut, or `last`. `end`: of a text. `last`: what may
-    follow the last element."""
+    """Arguments that are written as plain text: their types are the schema's."""
 
-    begin: re.Pattern[str]
-    end: re.Pattern[str]
-    last: str = ""
+    begin: re.Pattern[str]  # of an element, with its key; without one it is cut, or `last`
+    end: re.Pattern[str]  # of a text
+    last: str = ""  # what may follow the last element
 
     def read(self, text: str, position: int, schema: Mapping[str, Any]) -> _Found | None:
         properties: Mapping[str, Any] = schema.get("properties") or {}
@@ -71,17 +69,14 @@ class _Elements:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Tags:
-    """How a call with elements is written, in Lark's notation. `rules`: those that the others refer
-    to, with `text`: any text and the end of its element; `head`: a call's beginning, of a
-    function's name; `opening`: the beginning of an element, of an argument's name; `end`: that of
-    an element, as text; `behind`: what may follow it; `tail`: a call's end."""
+    """How a call with elements is written, in Lark's notation."""
 
-    rules: Sequence[str]
-    head: Callable[[str], str]
-    opening: Callable[[str], str]
-    end: str
-    behind: str = ""
-    tail: str = ""
+    rules: Sequence[str]  # among them `text`: any text and the end of its element
+    head: Callable[[str], str]  # a call's beginning, of a function's name
+    opening: Callable[[str], str]  # the beginning of an element, of an argument's name
+    end: str  # that of an element, as text
+    behind: str = ""  # what may follow it
+    tail: str = ""  # a call's end
 
 
 class _ElementGrammar:
@@ -135,12 +130,10 @@ class _ElementGrammar:
 
 
 _GAP = r"[ \t\r\n]{0,16}"
-
-_XML_ENDS = (
+_XML_ENDS = (  # where the text of an element ends, even where its own end is not written
     rf"\n?</parameter>{_GAP}(?:<parameter=|</function>|</tool_call>)"
     rf"|\n?</function>{_GAP}</tool_call>|\n{_GAP}<parameter="
 )
-"""Where the text of an element ends, even where its own end is not written."""
 
 _XML_FUNCTION = re.compile(r"<function=([^>\s]+)\s*>")
 
@@ -152,8 +145,7 @@ _XML = _Elements(
 
 
 def read_xml(text: str, functions: Functions) -> list[ToolCall] | None:
-    """`<function=name>` elements with `<parameter=key>` elements, as Qwen3-Coder writes them; None
-    where the text of one has no end."""
+    """`<function=name>` elements with `<parameter=key>` elements; None where a text has no end."""
     whole = text.strip() + TOOL_CALL_END
     calls: list[ToolCall] = []
     head = _XML_FUNCTION.match(whole)
@@ -232,8 +224,7 @@ _GLM = _Elements(
 
 
 def read_glm(text: str, functions: Functions) -> list[ToolCall] | None:
-    """A name, then `<arg_key>` and `<arg_value>` elements in turn, as GLM-4.5 writes them; None
-    where the text of one has no end."""
+    """A name, then `<arg_key>` and `<arg_value>` elements in turn; None where a text has no end."""
     head = _GLM_NAME.match(text)
     if head is None:
         return read_objects(text, functions)

@@ -43,7 +43,6 @@ START, CHANNEL, MESSAGE, _, END, CALL, RETURN = HARMONY_MARKS
 ASSISTANT = f"{START}assistant"
 """What the prompt ends with, and each further message of an answer begins with."""
 MAX_HEADER_CHARS = 1024
-
 _ENDS = (END, CALL, RETURN)
 _END = re.compile("|".join(map(re.escape, (*_ENDS, ASSISTANT))))
 _MOST_HELD = max(map(len, (*_ENDS, ASSISTANT)))
@@ -51,8 +50,7 @@ _HEADERS = (START, CHANNEL, MESSAGE, "to=")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _FUNCTIONS = "functions."
-_READERS = ("assistant", "user", "all")
-"""Recipients that are no tools."""
+_READERS = ("assistant", "user", "all")  # recipients that are no tools
 
 
 class Header(NamedTuple):
@@ -66,15 +64,13 @@ _CONTENT = Header("content")
 
 
 def tail_of(prompt: str) -> str:
-    """What a prompt has of the answer's first message, whose header, or text, it ends within."""
     _, start, tail = prompt.rpartition(ASSISTANT)
     return tail if start else ""
 
 
 def header_of(text: str, functions: Functions, *, has_tools: bool) -> Header:
-    """What the header of a message says, whichever order its parts are in. Calls are found in every
-    channel, as models write them in `analysis`, too; what is for a tool that is no function is
-    reasoning."""
+    """Whichever order its parts are in. Calls are found in every channel, as models write them in
+    `analysis`, too; what is for a tool that is no function is reasoning."""
     recipient = _RECIPIENT.search(text)
     channel = _CHANNEL.search(text)
     called = "" if recipient is None else recipient[1]
@@ -94,14 +90,13 @@ class _Message:
 
 
 class HarmonyParser:
-    """A `PlacedParser` of one sample. `plan`: without `reasoning`, the text of `analysis` is
-    content; `begun`: what the prompt has of the answer's first message (`tail_of`)."""
+    """A `PlacedParser` of one sample. `plan` without `reasoning`: the text of `analysis` is
+    content; `begun`: what the prompt has of the answer's first message."""
 
     def __init__(self, plan: PartPlan, begun: str = "") -> None:
         self._plan = plan
         head, mark, _ = begun.partition(MESSAGE)
-        self._head = "" if mark else begun.strip()
-        """Of the next message, what the prompt has."""
+        self._head = "" if mark else begun.strip()  # of the next message, what the prompt has
         self._message = _Message(self._read_header(head)) if mark else None
         self._text: str = ""
         self._num_read = 0
@@ -146,8 +141,8 @@ class HarmonyParser:
         return placed
 
     def _begin(self, text: str, *, is_end: bool) -> tuple[int, OutputPart | None]:
-        """Reads a header, a stray end, or nothing: what is neither begins a message of content. A
-        part without a text stands between messages, so that no text is found across them."""
+        """A header, a stray end, or nothing: what is neither begins a message of content. A part
+        without a text stands between messages, so that no text is found across them."""
         between = OutputPart("reasoning", "")
         head, mark, _ = text[:MAX_HEADER_CHARS].partition(MESSAGE)
         begun = (self._head + head + mark).lstrip()
@@ -203,8 +198,7 @@ class HarmonyParser:
         return _CONTENT if is_hidden else header
 
 
-def _behind(found: re.Match[str]) -> int:
-    """The position after a mark that ends a message; one that begins another is not read."""
+def _behind(found: re.Match[str]) -> int:  # a mark that begins another message is not read
     return found.start() if found[0] == ASSISTANT else found.end()
 
 
@@ -220,23 +214,19 @@ def _shown(placed: Sequence[PlacedPart]) -> list[OutputPart]:
     return [part for _, part in placed if part.text or part.name is not None]
 
 
-MAX_THOUGHTS = 4
-"""Messages of reasoning in front of a constrained one; without a bound a small model may think for
-ever."""
-
+MAX_THOUGHTS = 4  # in front of a constrained message; a small model may think for ever
 _ANALYSIS = REASONING_FORMATS["harmony"].begin
 _FINAL = "<|channel|>final<|message|>"
 _COMMENTARY = "<|channel|>commentary"
 _TO = " to=functions."
 
 
+# The model's answer ends after one call.
 def message_calls(arguments: Arguments, marks: Marks) -> str:
-    """One call: the model's answer ends after it."""
     return whole_grammar(arguments.values(), ["start: call", *_calls(arguments, marks)])
 
 
 def text_or_message_calls(arguments: Arguments, marks: Marks) -> str:
-    """Any text, or a call, perhaps after a text about it."""
     final, preamble, between = (
         literal_in(each, marks) for each in (_FINAL, f"{_COMMENTARY}{MESSAGE}", f"{END}{ASSISTANT}")
     )
@@ -280,11 +270,10 @@ HARMONY = ToolFormat(forms=(), write=_message_rule, inner_marks=HARMONY_MARKS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HarmonyFrame:
-    """An `AnswerFrame` of messages; `own` None: reasoning is not told apart; `begun`: what the
-    prompt has of the answer's first message."""
+    """An `AnswerFrame` of messages."""
 
-    own: ReasoningFormat | None
-    begun: str
+    own: ReasoningFormat | None  # None: reasoning is not told apart
+    begun: str  # what the prompt has of the answer's first message
 
     @classmethod
     def of(cls, own: ReasoningFormat | None, prompt: str) -> "HarmonyFrame":
@@ -375,8 +364,7 @@ def harmony_messages(given: Sequence[Mapping[str, Any]]) -> list[Message]:
 
 
 def _without_headers(message: Message) -> Message:
-    """An assistant's texts with headers, which an earlier server left there, as reasoning, text and
-    calls."""
+    """Texts with headers, which an earlier server left there, as reasoning, text and calls."""
     if message.get("role") != "assistant":
         return message
     found = {**message}
@@ -423,8 +411,7 @@ def _told(result: Message) -> Message:
 
 
 def harmony_tools(tools: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Each function has a description, which the template reads."""
-    return [_described(tool) for tool in tools]
+    return [_described(tool) for tool in tools]  # the template reads each one's description
 
 
 def _described(tool: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -435,7 +422,6 @@ def _described(tool: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _with_thought(message: Message) -> Message:
-    """The message with its text after its reasoning, where it has both."""
     key = next((key for key in _REASONING if message.get(key)), None)
     text = message.get("content")
     if key is None or not isinstance(text, str) or not text.strip():
@@ -444,8 +430,6 @@ def _with_thought(message: Message) -> Message:
 
 
 def _one_by_one(message: Message, calls: list[Any], results: list[Message]) -> Iterator[Message]:
-    """A message for each call, then what belongs to it; results that name no call follow in their
-    order."""
     left = [*results]
     own = {key: value for key, value in message.items() if key not in ("content", *_REASONING)}
     for place, call in enumerate(calls):
@@ -454,7 +438,7 @@ def _one_by_one(message: Message, calls: list[Any], results: list[Message]) -> I
         if result is not None:
             left.remove(result)
             yield result
-    yield from left
+    yield from left  # those that name no call, in their order
 
 
 def _result_of(call: Any, results: list[Message]) -> Message | None:

@@ -110,9 +110,8 @@ JSON = ToolFormat(
     skipped=_SEPARATED,
 )
 
+# Of models whose chat template has no place for tools: objects, one a line.
 GENERIC = ToolFormat(openers="[{", forms=(_BARE,), write=_bare, skipped=_SEPARATED)
-"""Of models whose chat template has no place for tools: objects, one a line."""
-
 PYTHON_TAG = "<|python_tag|>"
 LLAMA3 = ToolFormat(
     openers="{<",
@@ -200,8 +199,7 @@ _FENCED = re.compile(r"```\w*\s*(.*?)\s*(?:```)?", re.DOTALL)
 
 
 def read_deepseek(text: str, functions: Functions) -> list[ToolCall] | None:
-    """Calls after marks: a name and its JSON; of V3 and R1 the word `function`, a name, and JSON
-    within a code fence."""
+    """A name and its JSON; of V3 and R1 the word `function`, a name, and JSON in a code fence."""
     del functions
     before, *calls = _split(text, DEEPSEEK_CALL)
     found = [_deepseek_call(_split(each, DEEPSEEK_CALL_END)[0]) for each in calls]
@@ -222,7 +220,6 @@ def _deepseek_call(text: str) -> ToolCall | None:
 
 
 def _deepseek_list(calls: CallGrammar, marks: Marks, most: int) -> str:
-    """At most `most` calls, whose arguments are JSON."""
     begin, separator, end = (literal_in(each, marks) for each in calls.format.inner_marks)
     is_fenced = calls.format is DEEPSEEK_V3
     kind = f'"function" {separator}' if is_fenced else ""

@@ -49,17 +49,15 @@ _Order = Callable[[Iterable[str]], Iterable[str]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Arguments:
-    """How a call is written: `head`, with a field for the function's name, and `end` around its
-    arguments; `key`: an argument's name and what follows it, in Lark's notation; `any_key`: of any
-    name; `value`: of a tool, an argument's schema, and a name for the grammars that it refers to,
-    which it adds to the others; `order`: of the arguments."""
+    """How a call is written, in Lark's notation."""
 
-    head: str
+    head: str  # with a field for the function's name
     end: str
-    key: Callable[[str], str]
+    key: Callable[[str], str]  # an argument's name and what follows it
     any_key: str
+    # Of an argument's schema and a name for the grammars that it refers to, which it adds.
     value: Callable[[Tool, object, str, Parts], str]
-    order: _Order = list
+    order: _Order = list  # of the arguments
 
 
 def _with_arguments(calls: CallGrammar, lines: list[str], notation: _Arguments) -> str:
@@ -95,15 +93,12 @@ def _with_arguments(calls: CallGrammar, lines: list[str], notation: _Arguments) 
     return joined_grammar("\n".join(lines), parts)
 
 
-_PYTHON_MARK = re.compile(
+_PYTHON_MARK = re.compile(  # a text, a quote that begins none, a bracket or a comma
     r"'{3}.*?'{3}|\"{3}.*?\"{3}|'(?:[^'\\]|\\.)*+'|\"(?:[^\"\\]|\\.)*+\"|['\"\[\](){},]", re.DOTALL
 )
-"""A text, a quote that begins none, a bracket or a comma."""
 
 _PYTHON_CALL = re.compile(r"\s*([\w.-]+)\s*\((.*)\)\s*", re.DOTALL)
 _PYTHON_ESCAPE = re.compile(r"""(\b[rR](?:'[^']*'|"[^"]*")|\\[\n\\'"abfnrtvxNuU0-7])|\\""")
-"""A raw text or an escape, or a backslash of neither."""
-
 _PYTHON_KEY = r"""[^\s=()\[\]{},'"*][^\s=()\[\]{},'"]*"""
 _PYTHON_ARGUMENT = re.compile(rf"\s*({_PYTHON_KEY})\s*=(?!=)(.*)", re.DOTALL)
 _PYTHON_HEAD = re.compile(r"\[\s*([\w.-]+)\(")
@@ -128,7 +123,7 @@ def read_pythonic(text: str, functions: Functions) -> list[ToolCall] | None:
 
 
 def _at_commas(text: str) -> list[str] | None:
-    """What is between commas that are in no brackets; None where a bracket or a quote is open."""
+    """None where a bracket or a quote is open."""
     pieces: list[str] = []
     begin = depth = 0
     for match in _PYTHON_MARK.finditer(text):
@@ -161,7 +156,7 @@ def _python_call(text: str) -> ToolCall | None:
 
 
 def _python_argument(text: str) -> Mapping[str, object]:
-    """One argument, or those of an object behind two stars. Raises what reading a literal does."""
+    """One argument, or those of an object behind two stars."""
     found = _PYTHON_ARGUMENT.fullmatch(text)
     if found is not None:
         return {found[1]: _python_value(found[2])}
@@ -191,8 +186,7 @@ def _literal(node: ast.expr) -> object:
 
 
 def _python_list(calls: CallGrammar, marks: Marks, most: int) -> str:
-    """At most `most` calls. Values are JSON, with Python's words as well, which the reader takes
-    alike."""
+    # Values are JSON, with Python's words as well, which the reader takes alike.
 
     def value(tool: Tool, schema: object, name: str, parts: Parts) -> str:
         parts += parts_of(name, calls.value(tool, schema))
@@ -213,8 +207,6 @@ def _python_list(calls: CallGrammar, marks: Marks, most: int) -> str:
 
 
 def _pythonic(calls: CallGrammar, marks: Marks) -> CallRule:
-    """A list of calls, from the first one's name on. The names of arguments need not be Python's,
-    but none has blanks or marks of the list."""
     names = "|".join(re.escape(tool.name) for tool in calls.tools)
     grammar = _python_list(calls, marks, MAX_LISTED_CALLS)
     return CallRule(begin=rf"\[{BEGIN_BLANKS}(?:{names})\(", grammar=grammar, is_read=True)
@@ -279,7 +271,6 @@ def _read_gemma(text: str, quote: str) -> list[ToolCall] | None:
 
 
 def _as_json(found: re.Match[str]) -> str:
-    """A text, a name, or a word of Python, as JSON has it; a JSON text stays as it is."""
     text, before, name, word = found["text"], found["before"], found["name"], found["word"]
     if text is not None:
         return json.dumps(text)
@@ -298,16 +289,10 @@ def read_gemma4(text: str, functions: Functions) -> list[ToolCall] | None:
     return _read_gemma(text, GEMMA_QUOTE)
 
 
-MAX_DEPTH = 3
-"""Of lists and objects within each other; what is deeper is JSON."""
-
+MAX_DEPTH = 3  # of lists and objects within each other; what is deeper is JSON
 MAX_ELEMENTS = 512
-MAX_MEMBERS = 24
-"""Of an object that is written member by member."""
-
-MAX_RULES = 2048
-"""Of a grammar; what would have more is JSON."""
-
+MAX_MEMBERS = 24  # of an object that is written member by member
+MAX_RULES = 2048  # of a grammar; what would have more is JSON
 _LIST = frozenset({"type", "items"})
 _OBJECT = frozenset({"type", "properties", "required", "additionalProperties"})
 
@@ -319,11 +304,10 @@ def gemma_key(name: str) -> str:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class GemmaValues:
-    """Values of one function's arguments as Gemma 4 writes them, in Lark's notation. Texts stand
-    between marks (`quote`), names of members as they are; what this notation cannot hold is JSON,
-    which is read alike. `root`: the arguments' schema; `compile`: of JSON Schemas; `parts` and
-    `lines` get the grammars and rules to which the values refer. The rule `text` is any text and
-    the mark after it, and `COMMA` stands between values."""
+    """Values of one function's arguments as Gemma 4 writes them, in Lark's notation: texts between
+    marks (`quote`), names of members as they are; what this notation cannot hold is JSON, which is
+    read alike. `parts` and `lines` get the grammars and rules to which the values refer; the rule
+    `text` is any text and the mark after it."""
 
     root: Mapping[str, Any]
     compile: Callable[[str], str]
@@ -334,7 +318,7 @@ class GemmaValues:
     _num_named: int = field(default=0)
 
     def of(self, schema: object, name: str, depth: int = 0) -> str:
-        """The value of a schema; the names of the rules that it needs begin with `name`."""
+        """The names of the rules that a value needs begin with `name`."""
         argument = ArgumentSchema.of(schema, self.root)
         if not argument.is_resolved:
             return self._json(schema, name)
@@ -427,7 +411,6 @@ class GemmaValues:
 
 
 def _restated(alternative: Schema) -> Schema:
-    """A schema of an alternative, in which one keyword may have several values."""
     several = [
         {name: value} for name in ("pattern", "format") for value in alternative.get(name, ())
     ]

@@ -33,9 +33,7 @@ class OutputParser(Protocol):
     def flush(self) -> Sequence[OutputPart]: ...
 
 
-PlacedPart = tuple[int, OutputPart]
-"""A part, and where in the answer the text begins that it was read from; a content's text is that
-from there on."""
+PlacedPart = tuple[int, OutputPart]  # with where in the answer its text begins
 
 
 @runtime_checkable
@@ -53,30 +51,26 @@ class PlacedParser(OutputParser, Protocol):
     def flush_placed(self) -> Sequence[PlacedPart]: ...
 
 
-MakeParser = Callable[[], OutputParser]
-"""Makes a fresh parser for each sample of a request."""
+MakeParser = Callable[[], OutputParser]  # makes a fresh parser for each sample of a request
 
-MAX_HELD_CHARS = 1 << 16
-"""Of what may be a call within reasoning."""
+MAX_HELD_CHARS = 1 << 16  # of what may be a call within reasoning
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """The marks around reasoning. `shown_by`: what a chat template has that shows it; empty: its
-    end. `opening`: the tokens of its beginning, of which the first and the last are marks; empty:
-    it is one. `recurs`: an answer may have several stretches of it."""
+    """The marks around reasoning."""
 
     begin: str
     end: str
-    shown_by: str = ""
-    opening: tuple[str, ...] = ()
-    recurs: bool = False
+    shown_by: str = ""  # what a chat template has that shows it; empty: its end
+    opening: tuple[str, ...] = ()  # the tokens of its beginning, marks first and last; empty: one
+    recurs: bool = False  # an answer may have several stretches of it
 
     def is_shown_by(self, template: str) -> bool:
         return (self.shown_by or self.end) in template
 
 
-REASONING_FORMATS = {
+REASONING_FORMATS = {  # by the names that `--reasoning-parser` takes
     "think": ReasoningFormat("<think>", "</think>"),
     "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
     "harmony": ReasoningFormat(
@@ -89,7 +83,6 @@ REASONING_FORMATS = {
     "gemma4": ReasoningFormat("<|channel>thought", "<channel|>", opening=("<|channel>",)),
     "granite": ReasoningFormat("Here is my thought process:", "Here is my response:"),
 }
-"""By the names that `--reasoning-parser` takes."""
 
 REASONING_ALIASES = {
     "deepseek_r1": "think",
@@ -101,12 +94,10 @@ REASONING_ALIASES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartPlan:
-    """What an answer may consist of; `reasoning` and `tools` None: it has none.
-    `begins_in_reasoning`: the prompt has the mark that begins reasoning. `functions`: those that
-    may be called, as far as known."""
+    """What an answer may consist of."""
 
     reasoning: ReasoningFormat | None = None
-    begins_in_reasoning: bool = False
+    begins_in_reasoning: bool = False  # the prompt has the mark that begins it
     tools: ToolFormat | None = None
     functions: Functions = field(default_factory=dict[str, Mapping[str, Any]])
 
@@ -115,8 +106,7 @@ class _State(Enum):
     START = auto()
     REASONING_BEGUN = auto()
     REASONING = auto()
-    REASONED_CALL = auto()
-    """What may be a call is within reasoning."""
+    REASONED_CALL = auto()  # what may be a call is within reasoning
     REASONED = auto()
     CONTENT = auto()
     CALL = auto()
@@ -124,17 +114,16 @@ class _State(Enum):
 
 
 class _Step(NamedTuple):
-    """A decision: what follows, what is certain, and the unread text; `matcher` is that
-    of a call which may begin there."""
+    """A decision: what follows, what is certain, and the unread text."""
 
     state: _State
     parts: tuple[OutputPart, ...]
     rest: str
-    matcher: CallMatcher | None = None
+    matcher: CallMatcher | None = None  # of a call which may begin there
 
 
 class PartParser:
-    """The parser of one sample (`text.answers.part_parser.PlacedParser`)."""
+    """A `PlacedParser` of one sample."""
 
     def __init__(self, plan: PartPlan) -> None:
         self._plan = plan
@@ -180,7 +169,6 @@ class PartParser:
         return [placed for placed in parts if placed[1].text or placed[1].name is not None]
 
     def _advance(self, text: str, *, is_end: bool) -> _Step | None:
-        """The next decision; None where it takes more text. `text` is not empty."""
         plan, matcher = self._plan, self._matcher
         match self._state:
             case _State.START:
@@ -287,7 +275,6 @@ def _tell(plan: PartPlan, text: str, *, is_end: bool) -> _Step | None:
 
 
 def _call(matcher: CallMatcher, text: str, *, is_end: bool) -> _Step | None:
-    """A call after blanks, which are content only if it is none."""
     begin = len(text) - len(text.lstrip())
     taken = matcher.take(text[begin:], is_end=is_end)
     if taken is None:

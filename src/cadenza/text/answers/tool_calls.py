@@ -31,7 +31,7 @@ from cadenza.text.answers.tool_format import (
 )
 from cadenza.text.schemas.grammar import joined_grammar, parts_of
 
-TOOL_FORMATS: Mapping[str, ToolFormat] = {
+TOOL_FORMATS: Mapping[str, ToolFormat] = {  # by the names that `--tool-call-parser` takes
     "hermes": HERMES,
     "qwen3_coder": QWEN3_CODER,
     "glm45": GLM45,
@@ -46,10 +46,8 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
     "json": JSON,
     "harmony": HARMONY,
 }
-"""By the names that `--tool-call-parser` takes."""
 
-FORCED = JSON
-"""What a constrained answer is written in where the family's own notation cannot be."""
+FORCED = JSON  # what a constrained answer is written in where the family's own notation cannot be
 
 _SHOWN_BY = (
     ("<|channel|>", "harmony"),
@@ -89,8 +87,8 @@ ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 
 def call_rule(calls: CallGrammar, marks: Marks) -> CallRule | None:
-    """What a call may be that a model begins by itself; None where the format's calls cannot be
-    constrained. Raises InvalidRequestError where a schema cannot be read."""
+    """What a call may be that a model begins by itself; None where calls cannot be constrained.
+    Raises InvalidRequestError where a schema cannot be read."""
     format = calls.format
     if not format.can_name(calls.tools):
         return None
@@ -104,8 +102,7 @@ def call_rule(calls: CallGrammar, marks: Marks) -> CallRule | None:
 
 
 def holds_schemas(format: ToolFormat, tools: Sequence[Tool]) -> bool:
-    """Whether required calls can be written in a format that is not JSON, so that they satisfy all
-    that the schemas ask for."""
+    """Whether required calls can be written in a format that is not JSON."""
     return format.holds is not None and format.can_name(tools) and all(map(format.holds, tools))
 
 

@@ -21,9 +21,8 @@ class ToolCall(NamedTuple):
     arguments: str
 
 
+# The JSON Schemas of the arguments of the functions that may be called; empty: they are not known.
 Functions = Mapping[str, Mapping[str, Any]]
-"""The JSON Schemas of the arguments of the functions that may be called, by their names; empty
-where they are not known."""
 
 ReadCalls = Callable[[str, Functions], list[ToolCall] | None]
 
@@ -43,7 +42,7 @@ class Taken(NamedTuple):
 
 
 class CallMatcher(Protocol):
-    """Takes one call, of whose text each one that is given begins with the one before."""
+    """Takes one call; each text that is given begins with the one before."""
 
     def take(self, text: str, *, is_end: bool) -> Taken | None:
         """None until it is decided; at the end it is."""
@@ -67,58 +66,41 @@ Marks = Mapping[str, int]
 """The marks of a format that are tokens by themselves, with their ids; others are plain text."""
 
 WriteRule = Callable[["CallGrammar", Marks], CallRule]
-"""Raises InvalidRequestError where a schema cannot be read."""
 
-WriteList = Callable[["CallGrammar", Marks, int], str]
-"""The grammar of a list of at most so many calls, after its beginning."""
+WriteList = Callable[["CallGrammar", Marks, int], str]  # of so many calls at most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFormat:
-    """A family's notation.
+    """A family's notation."""
 
-    Args:
-        begin: what a call begins with; empty where the whole answer is either calls or text.
-        end: what it ends with; empty where it reaches to the end of the text.
-        openers: where `begin` is empty: the first characters of a constrained answer that may be
-            calls.
-        arguments: the member of a call's JSON that has its arguments.
-        opening, between, closing: what a constrained answer has around its calls.
-        is_json: calls are JSON, so that whole answers of them can be constrained.
-        forms: where calls stand, and what reads them.
-        write, listed: grammars of what the forms read; one of them, `listed` where several calls
-            stand between one beginning and one end.
-        keys: a pattern of the names of arguments that can be written; empty: any.
-        holds: of a notation that is not JSON, whether it can write all that a function's schema
-            asks for; None: of no function.
-        skipped: characters behind a call that are no content.
-        inner_marks: marks within a call.
-        example: a call of the notation, for the description of tools that a chat template has no
-            place for; empty: JSON between `opening` and `closing`.
-        escaped: characters that a JSON text within a call has escapes for, beside JSON's own: those
-            with which marks begin that no JSON text may have.
-    """
-
-    begin: str = ""
-    end: str = ""
-    openers: str = ""
-    arguments: str = "arguments"
+    begin: str = ""  # of a call; empty where the whole answer is either calls or text
+    end: str = ""  # empty where calls reach to the end of the text
+    openers: str = ""  # where `begin` is empty: the first characters of answers that may be calls
+    arguments: str = "arguments"  # the member of a call's JSON that has its arguments
+    # What a constrained answer has around its calls.
     opening: str = ""
     between: str = "\n"
     closing: str = ""
-    is_json: bool = True
-    forms: tuple[CallForm, ...]
+    is_json: bool = True  # so that whole answers of calls can be constrained
+    forms: tuple[CallForm, ...]  # where calls stand, and what reads them
+    # The grammar of what the forms read: one of the two, `listed` where several calls stand between
+    # one beginning and one end.
     write: WriteRule | None = None
     listed: WriteList | None = None
-    keys: str = ""
+    keys: str = ""  # a pattern of the names of arguments that can be written; empty: any
+    # Of a notation that is not JSON: whether it can write all that a function's schema asks for.
     holds: "Callable[[Tool], bool] | None" = None
-    skipped: str = " \t\r\n"
-    inner_marks: tuple[str, ...] = ()
+    skipped: str = " \t\r\n"  # characters behind a call that are no content
+    inner_marks: tuple[str, ...] = ()  # within a call
+    # Characters that a JSON text within a call has escapes for, beside JSON's own: those with which
+    # marks begin that no JSON text may have.
     escaped: str = ""
+    # A call, for the description of tools that a chat template has no place for; empty: JSON
+    # between `opening` and `closing`.
     example: str = ""
 
     def can_name(self, tools: "Sequence[Tool]") -> bool:
-        """Whether the name of each argument is one that the notation can write."""
         names = (name for tool in tools for name in properties_of(tool))
         return not self.keys or all(re.fullmatch(self.keys, name) for name in names)
 
@@ -132,43 +114,36 @@ _NO_ARGUMENTS: Mapping[str, Any] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tool:
-    """A function. `parameters`: JSON Schema, None for no arguments; `input`: the text of a custom
-    tool."""
+    """A function, or a custom tool."""
 
     name: str
     description: str | None = None
-    parameters: Mapping[str, Any] | None = None
+    parameters: Mapping[str, Any] | None = None  # JSON Schema; None: no arguments
     is_strict: bool = False
-    input: InputGrammar | None = None
+    input: InputGrammar | None = None  # the text of a custom tool
 
     @property
     def schema(self) -> str:
         return json.dumps(self.parameters or _NO_ARGUMENTS)
 
 
-MAX_LISTED_CALLS = 16
-"""Of one list; without a bound a small model may call for ever."""
-
+MAX_LISTED_CALLS = 16  # of one list; without a bound a small model may call for ever
 BLANKS = r"BLANKS: /[ \t]|\n[ \t]{0,16}/"
 BEGIN_BLANKS = r"\s{0,16}"
 
-Parts = list[dict[str, Any]]
-"""Named grammars to which others refer."""
+Parts = list[dict[str, Any]]  # named grammars to which others refer
 
-CompileSchema = Callable[[str], str]
-"""Makes the grammar of a JSON Schema, which is given as JSON."""
+CompileSchema = Callable[[str], str]  # makes the grammar of a JSON Schema, which is given as JSON
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallGrammar:
-    """Makes the rules of one request's calls. `tools`: the functions, whose schemas can be
-    followed; `compile`: of their arguments; `inputs`: the grammars of the JSON texts that custom
-    tools take."""
+    """Makes the rules of one request's calls."""
 
-    tools: Sequence[Tool]
+    tools: Sequence[Tool]  # whose schemas can be followed
     format: ToolFormat
-    compile: CompileSchema
-    inputs: Mapping[str, str]
+    compile: CompileSchema  # of their arguments
+    inputs: Mapping[str, str]  # the grammars of the JSON texts that custom tools take
 
     def arguments(self, tool: Tool) -> str:
         text = self.inputs.get(tool.name)
@@ -184,7 +159,6 @@ class CallGrammar:
         )
 
     def other_value(self, tool: Tool, schema: object) -> str:
-        """As `value`, of what is no text."""
         return self.value(tool, {"allOf": [schema], "type": OTHER_TYPES})
 
     def argument(self, tool: Tool, schema: object) -> ArgumentSchema | None:
@@ -197,8 +171,8 @@ def properties_of(tool: Tool) -> Mapping[str, Any]:
     return (tool.parameters or {}).get("properties") or {}
 
 
+# Members of a schema that ask for nothing.
 ANNOTATIONS = frozenset({"description", "title", "default", "examples", "$schema"})
-"""Members of a schema that ask for nothing."""
 
 _PLAIN_OBJECT = ANNOTATIONS | {
     *("type", "properties", "required", "additionalProperties", "$defs", "definitions"),
@@ -234,8 +208,8 @@ def text_until(mark: str, marks: Marks, behind: str = "") -> list[str]:
 
 
 def texts_until(name: str, texts: Sequence[str], mark: str, marks: Marks) -> tuple[str, str]:
-    """A terminal of one of some texts, and what has it with the mark after it. One has all of them:
-    few rules may be open at once, and with the mark, one text may begin with another."""
+    """A terminal of one of some texts, and what has it with the mark after it: few rules may be
+    open at once, and with the mark, one text may begin with another."""
     listed = " | ".join(map(json.dumps, texts))
     if mark in marks:
         return f"{name.upper()}: {listed}", f"{name.upper()} {literal_in(mark, marks)}"
@@ -253,7 +227,7 @@ def either(name: str, count: int) -> str:
 
 
 def up_to(most: int, text: str) -> str:
-    """So many times at most, in Lark's notation, which has no word for none."""
+    """In Lark's notation, which has no word for none."""
     return f"({text}){{0,{most}}}" if most else ""
 
 
@@ -263,7 +237,7 @@ def text_without(name: str, mark: str) -> str:
 
 
 def literal_in(text: str, marks: Marks) -> str:
-    """A text in Lark's notation; marks in it that are tokens are named by id."""
+    """Marks that are tokens are named by id."""
     if not text:
         return ""
     pattern = "|".join(map(re.escape, marks)) or "(?!)"

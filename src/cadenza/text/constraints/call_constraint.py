@@ -19,7 +19,7 @@ MAX_BEGIN_CHARS = 512
 
 class CallWatch:
     """Finds the beginnings of calls (`rule`) in the text of a stream's tokens, of which `text` is
-    the end; `thinking` None: it is not decided whether the text begins with reasoning."""
+    the end; `thinking` None: it is not decided whether it begins with reasoning."""
 
     __slots__ = ("_begin", "_rule", "_text", "_thinking", "_tokens")
 
@@ -49,8 +49,8 @@ class CallWatch:
         return CallWatch(self._rule, self._tokens, self._text, thinking=self._thinking)
 
     def push(self, token_id: int) -> list[int] | None:
-        """The text of a call so far, as tokens, whose beginning this token completes; None if it
-        completes none."""
+        """The text so far, as tokens, of a call whose beginning this token completes, if it
+        does."""
         piece: bytes = self._tokens.decode_bytes([token_id])
         self._text += piece
         if self._is_thinking():
@@ -96,10 +96,9 @@ class RestartableConstraint(Constraint, Protocol):
 
 
 class CallConstraint:
-    """A `structured.Constraint`. `watch` None: nothing is constrained any more. `call`: of a call,
-    and nothing accepted; None: no call can be followed, as in a fork for drafts outside a call,
-    which may not go on into one. `is_fork`: it is one in a call, of which `call` has accepted the
-    beginning."""
+    """A `structured.Constraint`. `watch` None: nothing is constrained any more. `call` None: none
+    can be followed, as in a fork for drafts outside a call, which may not go on into one.
+    `is_fork`: `call` has accepted the beginning of one."""
 
     __slots__ = ("_any", "_call", "_has_failed", "_is_fork", "_is_in_call", "_vocab_size", "_watch")
 
@@ -120,8 +119,7 @@ class CallConstraint:
 
     @property
     def is_complete(self) -> bool:
-        """Never: after a call there may be text."""
-        return False
+        return False  # after a call there may be text
 
     @property
     def has_failed(self) -> bool:
@@ -177,17 +175,16 @@ class CallConstraint:
 
 
 class Thought(NamedTuple):
-    """How far the thinking of a stream has come; `last` are its newest tokens outside thinking."""
+    """How far the thinking of a stream has come."""
 
     has_begun: bool
     is_over: bool = False
     num_tokens: int = 0
-    last: tuple[int, ...] = ()
+    last: tuple[int, ...] = ()  # the newest tokens outside thinking
 
 
 class ThinkingConstraint:
-    """A `structured.Constraint` over `inner`, if there is one; `thought` is what has been accepted
-    so far."""
+    """A `structured.Constraint` over `inner`, if there is one, after `thought`."""
 
     __slots__ = ("_bound", "_inner", "_thought", "_vocab_size")
 
@@ -248,12 +245,11 @@ class ThinkingConstraint:
         return is_thinking and thought.num_tokens >= self._bound.max_tokens
 
     def _may_end(self, allowed: bytes) -> bool:
-        """Within a character that is not complete a grammar may not allow it yet."""
+        # Within a character that is not complete a grammar may not allow it yet.
         place, bit = divmod(self._bound.end, 8)
         return bool(allowed[place] >> bit & 1)
 
     def _outside(self, thought: Thought, token_id: int) -> Thought:
-        """What follows a token that is in front of thinking."""
         before = self._bound.before
         if token_id == self._bound.begin and thought.last == before:
             return thought._replace(has_begun=True)

@@ -33,13 +33,13 @@ ONE_BYTE = re.compile(rb"\0*+[^\0]\0*+")
 
 
 class ForcedText(NamedTuple):
-    """The tokens of a text that must follow, of which the first `num_taken` have; `num_bytes`: of a
-    mask. The library tokenises all of such a text for each mask (10 ms for 30 KB), so its tokens
-    are asked for once, and the masks follow from them."""
+    """The tokens of a text that must follow, of which the first `num_taken` have. The library
+    tokenises all of such a text for each mask (10 ms for 30 KB), so its tokens are asked for
+    once."""
 
     token_ids: Sequence[int] = ()
     num_taken: int = 0
-    num_bytes: int = 0
+    num_bytes: int = 0  # of a mask
 
     @property
     def rest(self) -> Sequence[int]:
@@ -47,13 +47,11 @@ class ForcedText(NamedTuple):
 
     @property
     def next_mask(self) -> bytes | None:
-        """The mask that allows the next token only; None after the last one."""
         if self.num_taken == len(self.token_ids):
             return None
         return (1 << self.token_ids[self.num_taken]).to_bytes(self.num_bytes, "little")
 
     def behind(self, token_id: int) -> "ForcedText":
-        """What must follow a token; nothing is known after another one than the next."""
         if self.num_taken < len(self.token_ids) and self.token_ids[self.num_taken] == token_id:
             return self._replace(num_taken=self.num_taken + 1)
         return NOT_FORCED
@@ -63,8 +61,8 @@ NOT_FORCED = ForcedText()
 
 
 class GrammarConstraint:
-    """A `structured.Constraint`. `matcher`: of the grammar, and nothing accepted; `start_another`:
-    starts to compile the grammar once more, on another thread."""
+    """A `structured.Constraint` over a fresh matcher; `start_another` compiles the grammar once
+    more, on another thread."""
 
     __slots__ = (
         "_another",
@@ -154,7 +152,6 @@ class GrammarConstraint:
             self._fork.forget()
 
     def forget(self) -> None:
-        """Of a fork: nothing that it accepted is the stream's any more."""
         self._num_common = 0
 
     def begin_with(self, token_ids: Sequence[int]) -> bool:
@@ -173,25 +170,24 @@ _Job = tuple[Future[Any], Callable[[], Any]]
 
 @dataclass(slots=True, eq=False)
 class _Line:
-    """The jobs with one key that have not begun, in order; `cpu_s`: that its jobs took since it
-    exists."""
+    """The jobs with one key that have not begun, in order."""
 
     size: int
     place: int
     jobs: deque[_Job] = field(default_factory=deque[_Job])
-    cpu_s: float = 0.0
+    cpu_s: float = 0.0  # of its jobs that have ended
     is_running: bool = False
 
     @property
     def rank(self) -> tuple[float, int, int]:
-        """The least time so far comes first, so that neither many jobs nor slow ones are in front
-        of others; then the smallest."""
+        """The least time so far first, so that neither many jobs nor slow ones are in front of
+        others."""
         return self.cpu_s, self.size, self.place
 
 
 class CompileThreads:
-    """Thread-safe; they start with the first jobs, and end by `close`. `cpu_time`: seconds of
-    processor time of the thread that asks."""
+    """Threads that take the smallest job first, and the jobs of one key in turn. Thread-safe; a job
+    whose future is cancelled does not begin."""
 
     def __init__(
         self, num_threads: int = NUM_THREADS, cpu_time: Callable[[], float] = time.thread_time
@@ -273,9 +269,8 @@ def _do(future: "Future[Any]", work: Callable[[], Any]) -> None:
 
 class ConstraintCompiler:
     """Over a tokenizer.json. `vocab_size`: of the model, which may exceed the tokenizer's;
-    `eos_token_ids`: allowed where a text is complete; `threads` None: of its own. The matchers of
-    one grammar, such as those of a request's samples, are made one after the other, so that no
-    request has all threads."""
+    `eos_token_ids`: allowed where a text is complete. The matchers of one grammar, such as those of
+    a request's samples, are made one after the other, so that no request has all threads."""
 
     def __init__(
         self,
@@ -330,10 +325,9 @@ class ConstraintCompiler:
         return None if made is None else self._bounded(spec, made)
 
     def _compile_calls(self, spec: ConstraintSpec, rule: CallRule) -> Constraint | None:
-        """Calls are not constrained where their grammar cannot be followed, unless they must be."""
         tokens = self._load()
         call = None if tokens is None else self._constraint(tokens, rule.grammar)
-        if tokens is None or call is None:
+        if tokens is None or call is None:  # then calls are free, unless they must be right
             if rule.is_needed:
                 return None
             return self._bounded(spec, None) or CallConstraint(None, None, self._vocab_size)

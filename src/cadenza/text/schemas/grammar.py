@@ -17,20 +17,16 @@ from cadenza.structured import JsonStyle, StructuredOutput
 from cadenza.text.schemas.json_schema import NO_TEXT, JsonGrammar, compile_schema, library
 from cadenza.text.schemas.schema_check import is_valid
 
-GrammarCheck = Callable[[str], str | None]
-"""What is wrong with a grammar; None if it can be followed."""
+GrammarCheck = Callable[[str], str | None]  # what is wrong with a grammar, if anything
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FormChecks:
-    """`start`: makes the check of one request's grammars, which may have a bound on their time
-    together; `is_valid`: whether a text, the first argument, is JSON of a schema; `is_inline`:
-    answers are checked where their outputs are made; otherwise whoever reads them checks them, on a
-    thread."""
+    """How the forms of requests, and answers in them, are checked."""
 
-    start: Callable[[], GrammarCheck]
-    is_valid: Callable[[str, str], bool]
-    is_inline: bool = True
+    start: Callable[[], GrammarCheck]  # of one request's grammars, perhaps with a bound in all
+    is_valid: Callable[[str, str], bool]  # whether a text is JSON of a schema
+    is_inline: bool = True  # where outputs are made; otherwise by whoever reads them, on a thread
 
 
 MAX_ERROR_CHARS = 300
@@ -50,18 +46,14 @@ They do not depend on the machine, so that a stream ends at the same token every
 _ANY_OBJECT = '{"type": "object"}'
 
 
-FORMS_REVISION = 5
-"""To be raised when the grammar of a request that was accepted before changes."""
-
+FORMS_REVISION = 5  # to be raised when the grammar of a request that was accepted before changes
 DEFAULT_STYLE = JsonStyle(max_string=4096, max_items=512, max_depth=16)
 """Of answers in a form: each of them ends."""
 
-ARGUMENTS_STYLE = JsonStyle()
-"""Of tools' arguments: a file that an agent writes may be long."""
+ARGUMENTS_STYLE = JsonStyle()  # of tools' arguments: a file that an agent writes may be long
 
 
-MAX_CACHED_FORMS = 64
-"""Of the newest; the prompts and samples of a request have the same one."""
+MAX_CACHED_FORMS = 64  # of the newest; the prompts and samples of a request have the same one
 
 
 def name_forms(style: JsonStyle, parsers: Sequence[str]) -> str:
@@ -72,13 +64,12 @@ def name_forms(style: JsonStyle, parsers: Sequence[str]) -> str:
 
 
 def grammar_of(structured: StructuredOutput) -> str:
-    """The grammar of a structured output. Raises InvalidRequestError."""
     return read_form(structured).text
 
 
 @lru_cache(maxsize=MAX_CACHED_FORMS)
 def read_form(structured: StructuredOutput, style: JsonStyle = DEFAULT_STYLE) -> JsonGrammar:
-    """As `grammar_of`, with what the grammar does not hold. Raises InvalidRequestError."""
+    """With what the grammar does not hold. Raises InvalidRequestError."""
     if structured.whitespace is not None:
         style = replace(style, whitespace=structured.whitespace)
     match structured.kind:
@@ -117,7 +108,6 @@ def _as_lark(grammar: str) -> str:
 
 
 def parts_of(name: str, grammar: str) -> list[dict[str, Any]]:
-    """The parts of a grammar, of which the first is renamed."""
     first, *others = _read(grammar)
     return [{**first, "name": name}, *others]
 
@@ -138,25 +128,18 @@ def _read(grammar: str) -> list[dict[str, Any]]:
     return [{name: value for name, value in each.items() if value is not None} for each in found]
 
 
-MAX_CACHED = 64
-"""Results of this process; a grammar has some 100 KB."""
+MAX_CACHED = 64  # results of this process; a grammar has some 100 KB
+TRIAL_BYTES = 64  # of a trial, which takes one of the bytes that may follow at each place
 
-TRIAL_BYTES = 64
-"""Of a trial, which takes one of the bytes that may follow at each place."""
-
+# A byte has fewer continuations than a token, of which one mask looks at all.
 TRIAL_LIMITS: Mapping[str, Any] = {**LIMITS, "step_max_items": 2_000, "verbose_errors": True}
-"""A byte has fewer continuations than a token, of which one mask looks at all."""
-
 _IMPOSSIBLE = NO_TEXT.partition(";")[0]
-
 _UNSATISFIABLE = "Unsatisfiable schema: "
 _NO_MATCH = "Regex is empty"
 _STATES = "its expressions have too many states"
 _SIZE = "its rules have too many parts"
 _PLACE = re.compile(r"(at \d+\(\d+\): )?failed to compile JSON schema: ")
-"""Of a schema within a grammar that the client has not written."""
-
-_BOUNDS: Mapping[str, str] = {
+_BOUNDS: Mapping[str, str] = {  # bounds that messages name, in words; the advice follows them
     "Current row has": "at one place of it over {max_items_in_row} parts of rules may follow",
     "Too many items": "its rules can be read in too many ways at once",
     "lexer error": _STATES,
@@ -166,7 +149,6 @@ _BOUNDS: Mapping[str, str] = {
     "grammar size": _SIZE,
     "grammar.symbols.len": _SIZE,
 }
-"""Bounds that messages name, in words; the advice follows them."""
 
 ADVICE = "use fewer alternatives, optional properties and counted repetitions"
 
@@ -188,7 +170,6 @@ def check_grammar(grammar: str) -> str | None:
 
 
 IN_PROCESS = FormChecks(start=lambda: check_grammar, is_valid=is_valid)
-"""Without bounds but `LIMITS`: for forms of one's own."""
 
 
 def described(message: str) -> str:

@@ -9,10 +9,8 @@ from cadenza.structured import JsonStyle
 
 _WORD = re.compile(r"\w+")
 _CHAR = r'([^"\\\x00-\x1F\x7F]|\\["\\bfnrt]|\\u00([01][0-9a-fA-F]|7[fF]))'
+# Each name of a member has one spelling, so that those that are taken are excluded.
 _KEY_CHAR = r'([^"\\\x00-\x1F\x7F]|\\["\\bfnrt])'
-"""Of the names of members: each name has one spelling, so that those that are taken are excluded.
-"""
-
 _LINE = r"\n( {0,32}|\t{0,8})"
 _ANY_BLANKS = r"[ \n\t]{0,16}"
 MAX_COUNT = 1 << 31
@@ -82,7 +80,6 @@ class JsonRules:
         return name
 
     def text_from(self, start: str) -> str:
-        """The grammar, of the rules that can be reached."""
         needed, waiting = {start}, [start]
         while waiting:
             for word in _WORD.findall(self.bodies[waiting.pop()]):
@@ -129,7 +126,6 @@ class JsonRules:
         return f"{self.terminal(body)} COLON"
 
     def repeated(self, item: str, least: int, most: int | None) -> str:
-        """A list of one kind of items."""
         if most == 0:
             return self.rule("NONE")
         more = _times(f"COMMA {item}", max(least - 1, 0), None if most is None else most - 1)
@@ -149,7 +145,7 @@ class JsonRules:
         return self._list(f"{items[0]} {tail}", least)
 
     def distinct(self, values: Sequence[object], least: int, most: int) -> str:
-        """A list in which none of the values is twice: a bit of the rule's parameter for each."""
+        """None of the values is twice: a bit of the rule's parameter for each."""
         items = [self.rule(self.literal(each)) for each in values]
         name = self.new_rule()
         self._parametric.add(name)

@@ -33,15 +33,13 @@ from cadenza.text.schemas.schema_numbers import (
     number_terminal,
 )
 
-_MAX_FRAMES = 650
-"""Of Python's 1,000 for schemas within each other, references followed."""
-
+_MAX_FRAMES = 650  # of Python's 1,000 for schemas within each other, references followed
 _NUMBER_IN_BRACES = re.compile(r"(?<=[{,])\d{1,9}(?=[,}])")
 
 
 class SchemaGrammar:
     """Compiles one schema. `resolve`: the schema that a reference names; it raises
-    UnsupportedSchemaError; `leave_out`: called with the name of a keyword that is not followed."""
+    UnsupportedSchemaError; `leave_out` gets the name of a keyword that is not followed."""
 
     def __init__(
         self,
@@ -65,20 +63,19 @@ class SchemaGrammar:
         self._open: dict[tuple[str, int], bool] = {}
         self._most_levels: int | None = None
         self._level = self._num_frames = 0
+        # References within themselves, as far as they were compiled without levels.
         self.recursive: dict[str, object] = {}
-        """References within themselves, as far as they were compiled without levels: their names
-        and schemas."""
         self._free: dict[int, str] = {}
 
     def compile(self, schema: object) -> str:
-        """The grammar. Raises UnsatisfiableError or UnsupportedSchemaError."""
+        """Raises UnsatisfiableError or UnsupportedSchemaError."""
         return self._rules.text_from(self._value(schema))
 
     def compile_levels(self, schema: object, recursive: Schema, most_levels: int) -> str:
-        """As `compile`, with at most `most_levels` of each reference of `recursive` within itself.
-        Each level has rules of its own, and on the last one what refers to itself once more is left
-        out as if it were false. The last level is compiled first, so that levels are not nested in
-        each other here."""
+        """As `compile`, with at most `most_levels` of each reference of `recursive` within itself:
+        each level has rules of its own, and on the last one what refers to itself once more is left
+        out as if it were false. The last is compiled first, so that levels are not nested in each
+        other here."""
         self._most_levels = most_levels
         self._given |= recursive
         for self._level in reversed(range(1, most_levels)):
@@ -90,7 +87,6 @@ class SchemaGrammar:
         return self._rules.text_from(self._value(schema))
 
     def _value(self, schema: object) -> str:
-        """The name of a rule or terminal. Raises UnsatisfiableError."""
         self._merger.spend()
         if self._is_narrowed(schema):
             # By its text, since what it merges to may have it again.
@@ -191,7 +187,6 @@ class SchemaGrammar:
         return self._given[name] if name in self._given else self._resolve(name)
 
     def _next_level(self, name: str, most_levels: int) -> str:
-        """A reference within itself. Raises UnsatisfiableError on the last level."""
         if self._level + 1 == most_levels:
             raise UnsatisfiableError
         self._level += 1
@@ -414,6 +409,6 @@ def _contradiction(name: str, least: int, other: str, most: int) -> Unsatisfiabl
 
 
 def _longest_count(patterns: Iterable[str]) -> int:
-    """What the repetitions of patterns come to at most, where all of them are within each other."""
+    """Of the repetitions of patterns, where all of them are within each other."""
     counts = [int(each) for text in patterns for each in _NUMBER_IN_BRACES.findall(text)]
     return math.prod(each for each in counts if each)

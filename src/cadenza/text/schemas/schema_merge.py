@@ -11,17 +11,14 @@ Schema = dict[str, Any]
 """A schema that is an object; true is {}, and false raises UnsatisfiableError."""
 
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
-
-CONSTRAINTS: frozenset[str] = frozenset(
+CONSTRAINTS: frozenset[str] = frozenset(  # of one alternative; `COMBINATIONS` are resolved
     "type enum const minLength maxLength pattern format minimum maximum exclusiveMinimum "
     "exclusiveMaximum multipleOf items additionalItems prefixItems minItems maxItems uniqueItems "
     "properties additionalProperties patternProperties required minProperties maxProperties "
     "propertyNames".split()
 )
-"""Keywords that one alternative may have; those of `COMBINATIONS` are resolved."""
 
 COMBINATIONS = ("$ref", "allOf", "anyOf", "oneOf")
-
 _NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _MAY_BE_BOOLEAN = ("exclusiveMinimum", "exclusiveMaximum")
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
@@ -35,11 +32,8 @@ _VALUE_TYPES: Mapping[str, type | tuple[type, ...]] = {
 }
 
 MAX_ALTERNATIVES = 256
-MAX_WORK = 100_000
-"""Schemas looked at and members merged: a few tenths of a second."""
-
-MAX_DEPTH = 32
-"""Of references and combinations within each other; `disjoint` goes less deep."""
+MAX_WORK = 100_000  # schemas looked at and members merged: a few tenths of a second
+MAX_DEPTH = 32  # of references and combinations within each other; `disjoint` goes less deep
 
 
 class UnsatisfiableError(Exception):
@@ -52,7 +46,7 @@ class UnsupportedSchemaError(Exception):
 
 class SchemaMerger:
     """Resolves within one schema. `resolve`: the schema that a reference names; it raises
-    UnsupportedSchemaError; `leave_out`: called with the name of a keyword that is not followed;
+    UnsupportedSchemaError; `leave_out` gets the name of a keyword that is not followed;
     `ignores_siblings`: of a `$ref`, as in drafts before 2019-09."""
 
     def __init__(
@@ -68,7 +62,7 @@ class SchemaMerger:
         self._work = 0
 
     def spend(self, work: int = 1) -> None:
-        """Counts what was done. Raises UnsupportedSchemaError where it is too much."""
+        """Raises UnsupportedSchemaError where too much was done."""
         self._work += work
         if self._work > MAX_WORK:
             raise UnsupportedSchemaError
@@ -214,7 +208,7 @@ class SchemaMerger:
 
 
 def types_of(schema: Schema) -> set[str]:
-    """The types that a schema names, or all; number stands beside integer where both may be."""
+    """Those that a schema names, or all; integer stands beside number where both may be."""
     given = schema.get("type")
     if given is None:
         return set(TYPES)
@@ -291,7 +285,6 @@ def _constraints(schema: Schema) -> Schema:
 
 
 def _is_well_formed(name: str, value: object) -> bool:
-    """Whether the value of a keyword has its type; the library names one that has not."""
     if name in _NUMBERS:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         return is_number or (isinstance(value, bool) and name in _MAY_BE_BOOLEAN)
@@ -390,8 +383,7 @@ _MERGES: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-MAX_UNIQUE = 64
-"""Values that the items of a list without repetition may have: the bits of a rule's parameter."""
+MAX_UNIQUE = 64  # values of the items of a list without repetition: bits of a rule's parameter
 
 _BOUNDS: Mapping[str, Callable[[Any, Any], bool]] = {
     "minLength": operator.ge,

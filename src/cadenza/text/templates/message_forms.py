@@ -21,7 +21,7 @@ class Form(NamedTuple):
 
 
 def other_forms(given: Sequence[Mapping[str, Any]]) -> Iterator[Form]:
-    """The forms to try, those with the least changes first; none that is the given one."""
+    """Those with the least changes first; none that is the given one."""
     told: list[list[Message]] = [[dict(message) for message in given]]
     for form in _forms(told[0]):
         if form.messages not in told:
@@ -46,7 +46,6 @@ def _forms(given: list[Message]) -> Iterator[Form]:
 
 
 def _with_objects(message: Message) -> Message:
-    """Arguments that are a text stand in an object, for templates that go over its members."""
 
     def changed(arguments: object) -> object:
         return {"_raw": arguments} if isinstance(arguments, str) else arguments
@@ -55,7 +54,6 @@ def _with_objects(message: Message) -> Message:
 
 
 def _with_texts(message: Message) -> Message:
-    """Arguments are JSON, for templates that put it together with other texts."""
 
     def changed(arguments: object) -> object:
         is_object = isinstance(arguments, dict)
@@ -163,7 +161,7 @@ def _without_system(given: list[Message]) -> list[Message]:
 
 
 def reads_responses_only(template: str) -> bool:
-    """Whether a template's source reads results in the message with the calls, and nowhere else."""
+    """Whether a template reads results in the message with the calls, and nowhere else."""
     return "tool_responses" in template and "tool_call_id" not in template
 
 
@@ -240,7 +238,7 @@ MOVED = (
 
 
 def stable_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The conversation with a system prompt that stays; the same one if nothing is to change."""
+    """The conversation with a system prompt that stays the same from call to call."""
     found = [dict(message) for message in messages]
     place = next(
         (at for at in reversed(range(len(found))) if found[at].get("role") in ("user", "tool")),
