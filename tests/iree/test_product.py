@@ -69,7 +69,7 @@ def test_a_row_has_the_same_bits_beside_others_that_are_not_finite():
 
 @needs_compiler
 def test_the_installed_compiler_makes_the_same_product():
-    from cadenza.exporting.export import compile_module, compiler_flags
+    from cadenza.backends.exporting import compile_module, compiler_flags
 
     text = (DATA / "product.mlir").read_text(encoding="utf-8")
     x, w = operands()

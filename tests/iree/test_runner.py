@@ -171,9 +171,8 @@ def test_weights_of_a_written_folder_are_used_where_the_file_is_mapped(
 ):
     """Only the factors of the rope are made, and every bit is that of the bundled model, which is
     in bfloat16."""
+    from cadenza.backends.exporting import Modules, write_model
     from cadenza.backends.iree.runner import IreeRunner
-    from cadenza.exporting.export import Modules
-    from cadenza.exporting.folder import write_model
 
     bundled = open_checkpoint(None)
     manifest = read_manifest(bundled.folder)

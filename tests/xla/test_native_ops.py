@@ -38,7 +38,7 @@ from cadenza.backends.xla.ops.table import (
     Linear,
     StepArrays,
 )
-from cadenza.backends.xla.wire import unpack
+from cadenza.backends.xla.step_program import unpack
 from cadenza.batch.step_schema import LogitInputs, ModelInputs, StepLayout
 from cadenza.config import KVCacheDType
 from cadenza.models.layer_kind import LayerKind

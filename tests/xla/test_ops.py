@@ -28,7 +28,7 @@ from cadenza.backends.xla.ops.table import (
     Linear,
     StepArrays,
 )
-from cadenza.backends.xla.wire import unpack
+from cadenza.backends.xla.step_program import unpack
 from cadenza.batch.step_schema import (
     LAST_SAMPLED,
     NUM_EXTRA_LOGIT_ROWS,

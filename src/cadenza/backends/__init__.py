@@ -7,6 +7,7 @@ Modules:
 
 - `base`: the interfaces `Backend` and `Runner`
 - `token_choice`: penalties, biases, bans and sampling over an array library, JAX or MLX
+- `exporting`: a model's step from `xla`, compiled for `iree`
 - `fake`, `fake_memory`: a runner that stores tokens in place of KV, states and images
 """
 

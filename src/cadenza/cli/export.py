@@ -40,10 +40,9 @@ def export(
 
     Needs IREE's compiler (the extra iree-export).
     """
+    from cadenza.backends.exporting import DEFAULT_MAX_MODEL_LEN, ExportOptions, export_folder
     from cadenza.cli.report import bytes_text
     from cadenza.cli.status import status_line
-    from cadenza.exporting.export import DEFAULT_MAX_MODEL_LEN, ExportOptions
-    from cadenza.exporting.folder import export_folder
     from cadenza.loading.build import find_checkpoint
     from cadenza.models.towers.reader import VisionOptions
 

@@ -47,9 +47,9 @@ PREFILL_STEP = 2048  # tokens of a prompt in one call, as in mlx-lm
 
 
 def settings_for_mlx_lm(config: Mapping[str, Any]) -> Settings:
-    """config.json's settings under the names that mlx-lm reads, since transformers 5 writes others,
-    and mlx-lm takes its default for an absent name. A setting that mlx-lm reads stays, except where
-    transformers would compute something else."""
+    """config.json's settings under the names that mlx-lm reads: transformers 5 writes some under
+    others, and mlx-lm takes its default for an absent name. A setting under a name that mlx-lm
+    reads stays, except where transformers would compute something else."""
     changes = _own_settings(config)
     if config.get("model_type") in TEXT_TYPES:
         changes["model_type"] = TEXT_TYPES[config["model_type"]]

@@ -10,8 +10,8 @@ Modules:
 - `prompt_scores`: the scores of prompts' keys, in jnp
 - `rules`: token rules and the choice of tokens, in JAX
 - `split`: the operations for devices that share a model
-- `program_ops`, `program_encoder`, `native_program`: operations recorded as one call into a
-  library of kernels
+- `program_ops`, `program_mixers`, `program_encoder`, `native_program`: operations recorded as one
+  call into a library of kernels
 - `native`, `native_library`: the CPU kernels, and measuring with them
 - `packed_memory`: packing weights, their memory, and a file of them
 - `cuda`, `cuda_library`: the kernels for NVIDIA GPUs

@@ -1,25 +1,31 @@
-"""From a model to modules that `--backend iree` serves: `make_modules`. A parameter is one
-tensor of the checkpoint, or several joined, perhaps in another type. They are found by their
-contents, so that no family has to list them; what is found is equal in every bit."""
+"""`cadenza export`: a model's step from `xla`, compiled for `iree`, and its folder. A parameter is
+one tensor of the checkpoint, or several joined, perhaps in another type, found by its contents, so
+that no family has to list them. Tensors lie in the order of the parameters: each is one range of a
+file, which processes map and share."""
 
 import platform
+import shutil
 import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from cadenza.backends.base import RunnerSetup
 from cadenza.backends.iree.manifest import (
+    FOLDER,
     FORMAT,
+    MADE_FILE,
+    MANIFEST_FILE,
     Array,
     CompiledProgram,
     Cpu,
@@ -33,14 +39,16 @@ from cadenza.backends.token_choice import NUM_COLUMNS
 from cadenza.backends.xla.export import MAX_TOKENS, ExportedModel, export_programs
 from cadenza.batch.step_schema import StepLayout
 from cadenza.batch.token_rules import RuleLayout
-from cadenza.checkpoint.folder import Checkpoint
+from cadenza.checkpoint.folder import Checkpoint, copy_small_files, writing_folder
 from cadenza.config import PAGE_SIZE_UNIT, EngineLimits
 from cadenza.errors import CheckpointError, ConfigError
 from cadenza.models.config_json import CONFIG_FILE
 from cadenza.models.declaration import declare
 from cadenza.models.model_config import ModelConfig
 from cadenza.models.rope_factors import rope_factors
-from cadenza.weights.weight_format import WeightDType
+from cadenza.weights.safetensors_file import NewTensor, write_shards
+from cadenza.weights.safetensors_writer import Part
+from cadenza.weights.weight_format import FORMAT_OF_NAME, StoredDType, WeightDType
 from cadenza.weights.weights import Weights
 
 Target = Literal["llvm-cpu", "vulkan-spirv", "cuda"]
@@ -50,6 +58,25 @@ DEFAULT_ROWS = (4, 8)
 DEFAULT_MAX_MODEL_LEN = 4096
 
 OnCompiled = Callable[[str], object]  # Called with the file of a module before it is compiled
+AnyArray = npt.NDArray[Any]
+_PROBE_BYTES = 64  # the bytes at a tensor's start by which it is looked up
+PACKAGE = "iree-base-compiler"
+REQUIREMENT = f"{PACKAGE}==3.13.0"  # The runtime's version, which decides the bits, too
+COMPILE_S = 3600.0  # a compilation is given up after so many seconds
+_COMMON = (
+    "--iree-input-type=stablehlo",
+    "--iree-vm-bytecode-module-strip-source-map=true",
+)
+_OF_TARGET: dict[Target, tuple[str, ...]] = {
+    "llvm-cpu": (
+        "--iree-hal-target-device=local",
+        "--iree-hal-local-target-device-backends=llvm-cpu",
+        "--iree-llvmcpu-debug-symbols=false",
+    ),
+    "vulkan-spirv": ("--iree-hal-target-device=vulkan",),
+    "cuda": ("--iree-hal-target-device=cuda", "--iree-cuda-target=sm_80"),
+}
+_MAX_MESSAGE_CHARS = 800
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,11 +212,6 @@ def _parameters(
     return find_parameters(model, checkpoint.weights, names, exported.weights, longest)
 
 
-AnyArray = npt.NDArray[Any]
-
-_PROBE_BYTES = 64  # the bytes at a tensor's start by which it is looked up
-
-
 def find_parameters(
     model: ModelConfig,
     weights: Weights,
@@ -249,27 +271,6 @@ class _Search:
         return self._by_type[dtype.name]
 
 
-PACKAGE = "iree-base-compiler"
-REQUIREMENT = f"{PACKAGE}==3.13.0"  # The runtime's version, which decides the bits, too
-
-COMPILE_S = 3600.0  # a compilation is given up after so many seconds
-
-_COMMON = (
-    "--iree-input-type=stablehlo",
-    "--iree-vm-bytecode-module-strip-source-map=true",
-)
-_OF_TARGET: dict[Target, tuple[str, ...]] = {
-    "llvm-cpu": (
-        "--iree-hal-target-device=local",
-        "--iree-hal-local-target-device-backends=llvm-cpu",
-        "--iree-llvmcpu-debug-symbols=false",
-    ),
-    "vulkan-spirv": ("--iree-hal-target-device=vulkan",),
-    "cuda": ("--iree-hal-target-device=cuda", "--iree-cuda-target=sm_80"),
-}
-_MAX_MESSAGE_CHARS = 800
-
-
 def compiler_flags(target: Target, cpu: CpuChoice) -> tuple[str, ...]:
     """The compiler's flags. `cpu` counts for llvm-cpu only."""
     flags = (*_COMMON, *_OF_TARGET[target])
@@ -310,3 +311,71 @@ def compile_module(text: str, flags: tuple[str, ...]) -> bytes:
 def _compiler() -> Path:
     """In the scripts folder beside this interpreter, where pip installs it."""
     return Path(sys.executable).parent / "iree-compile"
+
+
+def export_folder(
+    checkpoint: Checkpoint,
+    out: Path,
+    options: ExportOptions,
+    on_compiled: OnCompiled = lambda _: None,
+) -> Modules:
+    """Writes a new folder and returns the modules. Raises CheckpointError, ConfigError."""
+    with writing_folder(out) as folder:
+        modules = make_modules(checkpoint, options, on_compiled)
+        write_model(checkpoint, modules, folder)
+    return modules
+
+
+def write_model(checkpoint: Checkpoint, modules: Modules, folder: Path) -> None:
+    """Into an empty folder. Raises OSError."""
+    copy_small_files(checkpoint.folder, folder)
+    shutil.copyfile(checkpoint.folder / CONFIG_FILE, folder / CONFIG_FILE)
+    write_shards(folder, list(_parts(checkpoint, modules.manifest)))
+    write_modules(modules, folder)
+
+
+def write_modules(modules: Modules, folder: Path) -> None:
+    """Writes the modules, their manifest and the parameters that are no tensors. Raises OSError."""
+    inner = folder / FOLDER
+    inner.mkdir(exist_ok=True)
+    for name, content in modules.files.items():
+        (inner / name).write_bytes(content)
+    if modules.made:
+        parts = [_part([(name, value.dtype.name, value)]) for name, value in modules.made.items()]
+        write_shards(inner, parts)
+        (inner / "model.safetensors").replace(inner / MADE_FILE)
+    (inner / MANIFEST_FILE).write_bytes(encode_manifest(modules.manifest))
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(manifest), indent=1) + b"\n"
+
+
+def _parts(checkpoint: Checkpoint, manifest: Manifest) -> Iterator[Part]:
+    """The tensors of each parameter together, then those of no parameter."""
+    weights, written = checkpoint.weights, set[str]()
+    groups = [(each.tensors, each.array.dtype) for each in manifest.parameters]
+    groups += [((spec.name,), manifest.dtype) for spec in declare(checkpoint.config)]
+    for names, dtype in groups:
+        new = [name for name in names if name not in written]
+        written.update(new)
+        if new:
+            yield _part([(name, dtype, weights.array(name)) for name in new])
+
+
+def _part(tensors: list[tuple[str, str, Any]]) -> Part:
+    stored = {each.name: each for each in FORMAT_OF_NAME.values()}
+    new = [
+        NewTensor(name=name, dtype=_stored(dtype), shape=array.shape)
+        for name, dtype, array in tensors
+    ]
+    return Part(
+        tensors=tuple(new),
+        make=lambda: (
+            np.asarray(array).astype(stored[_stored(dtype)].numpy) for _, dtype, array in tensors
+        ),
+    )
+
+
+def _stored(dtype: str) -> StoredDType:
+    return next(name for name in FORMAT_OF_NAME if name == dtype)
