@@ -6,8 +6,9 @@ import pytest
 
 from cadenza.backends.xla.ops.cuda import CudaOps
 from cadenza.backends.xla.ops.cuda_library import CudaLibrary
+from cadenza.backends.xla.ops.encoder_table import EncoderShape
 from cadenza.backends.xla.ops.reference import OpTable
-from cadenza.backends.xla.ops.table import DecoderSpec, EncoderShape
+from cadenza.backends.xla.ops.table import DecoderSpec
 from tests.xla.encoder_parity import check_attention, check_elements, check_image_rows
 from tests.xla.harness import HOSTILE
 

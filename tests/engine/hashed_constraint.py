@@ -8,7 +8,6 @@ import hashlib
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
-from cadenza.batch.prompt import Prompt
 from cadenza.batch.sequence import Sequence
 from cadenza.batch.token_rules import RuleLayout
 from cadenza.request import Request
@@ -115,7 +114,7 @@ def record_of(request: Request, vocab_size: int, kept: KeptTokens) -> list[int]:
         max_num_tokens=0,
         stop_token_ids=frozenset(),
         token_ids=list(request.prompt_token_ids),
-        prompt=Prompt(kept=kept),
+        kept=kept,
         constraint=constraint_of(request),
     )
     record = RuleLayout(vocab_size).encode(sequence)

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from cadenza.frontend.receipts import ReceiptSeal
 from cadenza.frontend.sampling_defaults import SamplingDefaults
@@ -172,9 +172,17 @@ def encoder_of(request: CallRequest) -> StreamEncoder:
 
 def context_of(store: ResponseStore, tenant: str = "") -> CallContext:
     """That of a call for which no engine runs."""
-    none: Any = None
+
+    def none() -> NoReturn:
+        raise AssertionError("there is no engine")
+
     return CallContext(
-        tenant=tenant, request_id="1", responses=store, seal=ReceiptSeal(), model=none
+        tenant=tenant,
+        request_id="1",
+        responses=store,
+        seal=ReceiptSeal(),
+        engine=none,
+        fingerprint=lambda: None,
     )
 
 

@@ -13,7 +13,7 @@ from cadenza.events import ErrorKind
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.server.access import ApiKeys
 from cadenza.server.errors import UNAVAILABLE_CODES, ApiError, error_of, none_allowed
-from cadenza.server.fields.types import read_json
+from cadenza.server.fields.json_text import read_json
 from cadenza.server.limits import ServerLimits
 from tests.server.bodies import GENERATING
 from tests.server.harness import MODEL, TIMEOUT_S, RunningServer, options, raw_post, running_server

@@ -10,7 +10,8 @@ from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.outputs import OutputPart
 from cadenza.server.access import ApiKeys
 from cadenza.server.anthropic.blocks import block_messages
-from cadenza.server.anthropic.messages import ANTHROPIC_VERSIONS, MESSAGES, MessageRequest
+from cadenza.server.anthropic.messages import MESSAGES, MessageRequest
+from cadenza.server.dialect import ANTHROPIC_VERSIONS
 from cadenza.server.limits import ServerLimits
 from cadenza.server.openai.responses import RESPONSES
 from tests.server.dialects import encoder_of, events_of, output_of, sample

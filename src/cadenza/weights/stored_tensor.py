@@ -14,8 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from cadenza.errors import CheckpointError
-from cadenza.weights.quantised_weight import BlockWeight, Encoding, HostWeight
-from cadenza.weights.weight_format import FORMAT_OF_NAME, StoredDType, WeightFormat
+from cadenza.weights.block_weight import BlockWeight, Encoding
+from cadenza.weights.dtypes import FORMAT_OF_NAME, StoredDType
+from cadenza.weights.quantised_weight import HostWeight
+from cadenza.weights.weight_format import WeightFormat
 
 AnyArray = npt.NDArray[Any]
 

@@ -2,8 +2,8 @@
 
 Modules:
 
-- `exchange`: one HTTP request and its response, in the dialect of its API
+- `exchange`: one HTTP request and its response
 - `protocol`: connections and their bounds
-- `listening`: addresses, listening sockets, and accepting connections within the limit of open
-  files
+- `listening`: addresses, and listening sockets
+- `connections`: accepting connections, within the limit of open files
 """

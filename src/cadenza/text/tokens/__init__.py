@@ -2,10 +2,11 @@
 
 Modules:
 
-- `tokenizer`: encoding and decoding with a tokenizer.json; refuses texts that cannot fit; bad words
+- `tokenizer`: encoding and decoding with a tokenizer.json; refuses texts that cannot fit
 - `control_tokens`: tokens that user text must not produce
 - `provenance`: which characters of a rendering come from the template
 - `detokenizer`: text from a stream of tokens
 - `decoder_stages`: the steps of a tokenizer's decoder, made incremental
 - `stop`: stop strings in text that comes in pieces
+- `bad_words`: bad words as token sequences
 """

@@ -15,17 +15,19 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as NativeTokenizer
 
 _SPACE_MARK = "▁"
-_UNKNOWN = "\ufdd0"  # a Unicode noncharacter, which no vocabulary contains
+_UNKNOWN = "\ufdd0"
+"""A Unicode noncharacter, which no vocabulary contains."""
 
 
 class ControlTokens:
     """The special tokens, and all other added tokens but ordinary text: those of only letters,
-    digits and white space."""
+    digits and white space. `content_of`: token id to text; `unknown_ids`: those that the model
+    emits for unknown characters."""
 
     __slots__ = ("content_of", "unknown_ids")
 
-    content_of: dict[int, str]  # token id to text
-    unknown_ids: set[int]  # those that the model emits for unknown characters
+    content_of: dict[int, str]
+    unknown_ids: set[int]
 
     def __init__(self, native: "NativeTokenizer") -> None:
         added = native.get_added_tokens_decoder()
@@ -53,7 +55,8 @@ class ControlTokens:
         )
 
     def positions(self, encoding: "Encoding") -> list[int]:
-        """Indices of the control tokens in an encoding that come from its text."""
+        """Indices of the control tokens in an encoding that come from its text: not those that the
+        tokenizer adds around the text and those for unknown characters."""
         ids = encoding.ids
         if self.content_of.keys().isdisjoint(ids):
             return []
@@ -91,8 +94,9 @@ class ControlTokens:
 
 class RenamedControls:
     """A copy of a tokenizer in which control tokens have unguessable names, which `rename` inserts
-    where the template wrote the tokens; everything else is encoded as text. Raises
-    InvalidRequestError where they cannot be renamed."""
+    where the template wrote the tokens; everything else, such as a control token that a user
+    spelled, is encoded as text. Raises InvalidRequestError where they cannot be renamed in this
+    tokenizer."""
 
     __slots__ = ("_name_of", "_pattern", "_uncounted", "native")
 
@@ -153,6 +157,7 @@ def _rename_added_tokens(described: dict[str, Any], name_of: dict[str, str]) -> 
 
 
 def _rename_pieces(model: dict[str, Any], name_of: dict[str, str]) -> None:
+    """Renames the tokens in the model's vocabulary, through which text could reach them too."""
     vocab = model.get("vocab")
     if isinstance(vocab, dict):
         pieces = cast(dict[str, int], vocab)

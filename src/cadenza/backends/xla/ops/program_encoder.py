@@ -1,6 +1,6 @@
 """The operations of image towers as words of a program. Keys of a head lie in blocks of sixteen
 rows, and values in pairs of rows, as a decoder's pages (`csrc/kernels/encoder.h`). Legend as in
-`ops.table`."""
+`ops.encoder_table`."""
 
 from typing import Any
 
@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cadenza.backends.xla.ops.native_program import ProgramRecorder, array_of, like
-from cadenza.backends.xla.ops.table import (
+from cadenza.backends.xla.ops.encoder_table import (
     EncoderActivation,
     EncoderBlock,
     EncoderFactors,
@@ -17,6 +16,7 @@ from cadenza.backends.xla.ops.table import (
     EncoderShape,
     ImageRows,
 )
+from cadenza.backends.xla.ops.program_recorder import ProgramRecorder, array_of, like
 from cadenza.errors import ConfigError
 
 _CODE_OF_ACTIVATION: dict[EncoderActivation, int] = {
