@@ -43,17 +43,6 @@ def test_a_completion_has_the_fields_of_its_kind(server: RunningServer) -> None:
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
 
 
-@pytest.mark.parametrize("changes", [{}, {"ignore_eos": True}, {"temperature": 0.0}])
-def test_a_streams_parts_are_the_whole_completion(
-    server: RunningServer, changes: dict[str, Any]
-) -> None:
-    body = {"prompt": "Once upon a time", "max_tokens": 24, "seed": 7, **changes}
-    whole = server.post("/v1/completions", body).json()["choices"][0]
-    events = server.events("/v1/completions", {**body, "stream": True})
-    assert joined(events, 0, ("text",)) == whole["text"]
-    assert finish_reasons(events, 0) == [whole["finish_reason"]]
-
-
 def test_several_prompts_are_answered_in_their_order(server: RunningServer) -> None:
     prompts = ["one two", "the lazy dog", "three"]
     settings = {"max_tokens": 6, "temperature": 0.0}
@@ -309,41 +298,3 @@ def test_the_tokenizer_is_described_as_remote_tokenizers_read_it(server: Running
     assert "message" in info["chat_template"]
     pieces = server.post("/detokenize", {"tokens": [info["eos_token_id"]]}).json()["prompt"]
     assert pieces == info["eos_token"]
-
-
-def test_a_stop_string_ends_the_answer_before_it(server: RunningServer) -> None:
-    prompt = "The capital of France is"
-    body = {"prompt": prompt, "max_tokens": 24, "temperature": 0.0, "ignore_eos": True}
-    text = server.post("/v1/completions", body).json()["choices"][0]["text"]
-    stop = text[5:9]
-    found = server.post("/v1/completions", {**body, "stop": stop}).json()["choices"][0]
-    assert found["text"] == text[: text.index(stop)]
-    assert (found["finish_reason"], found["stop_reason"]) == ("stop", stop)
-    events = server.events("/v1/completions", {**body, "stop": [stop], "stream": True})
-    assert joined(events, 0, ("text",)) == found["text"]
-
-
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages", "/v1/responses"])
-def test_sixty_four_long_stops_end_what_one_of_them_ends(
-    scripted: RunningServer, path: str
-) -> None:
-    name, asked = {
-        "/v1/completions": ("stop", {"prompt": "the fox", "max_tokens": 24}),
-        "/v1/messages": ("stop_sequences", {"messages": CHAT, "max_tokens": 24}),
-        "/v1/responses": ("stop", {"input": "the fox", "max_output_tokens": 24}),
-    }[path]
-    others = [f"{place:02} " + "x" * 253 for place in range(63)]
-    answers = [
-        scripted.post(path, {**asked, name: stops}) for stops in (["lazy"], [*others, "lazy"])
-    ]
-    one, many = (text_of(answer.json()) for answer in answers)
-    assert one == many
-    assert one.rstrip().endswith("over the")
-    refused = scripted.post(path, {**asked, name: [*others, "y", "z"]})
-    assert refused.status_code == 400
-    assert "from 0 to 64 are allowed" in refused.json()["error"]["message"]
-
-
-def text_of(answer: dict[str, Any]) -> str:
-    (found,) = answer.get("choices") or answer.get("content") or answer["output"][0]["content"]
-    return found["text"]

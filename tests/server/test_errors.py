@@ -8,37 +8,22 @@ from typing import Any
 import openai
 import pytest
 
-from cadenza.errors import FormNotCheckedError, QueueFullError
+from cadenza.errors import FormNotCheckedError
 from cadenza.events import ErrorKind
-from cadenza.frontend.text_frontend import TextFrontend
-from cadenza.server.access import ApiKeys
-from cadenza.server.errors import UNAVAILABLE_CODES, ApiError, error_of, none_allowed
+from cadenza.server.errors import ApiError, error_of, none_allowed
 from cadenza.server.fields.json_text import read_json
-from cadenza.server.limits import ServerLimits
 from tests.server.bodies import GENERATING
-from tests.server.harness import MODEL, TIMEOUT_S, RunningServer, options, raw_post, running_server
+from tests.server.dialects import check_error, told_error
+from tests.server.harness import MODEL, TIMEOUT_S, RunningServer, raw_post
 from tests.server.scripted_engine import ScriptedEngine
 from tests.server.test_streams import wait_until
 
 BODY = {"prompt": "the fox", "max_tokens": 4}
 
 
-def check_error(
-    body: Any, kind: str, code: str, param: str | None = None, words: tuple[str, ...] = ()
-) -> None:
-    assert set(body) == {"error"}
-    error = body["error"]
-    assert set(error) == {"message", "type", "param", "code"}
-    assert (error["type"], error["code"], error["param"]) == (kind, code, param)
-    assert code == "unknown_url" or not re.search(r"(^|[\s'\"(])/\w", error["message"])
-    for word in words:
-        assert word in error["message"]
-
-
 def test_a_token_id_that_the_model_lacks_is_a_400(scripted: RunningServer) -> None:
     answer = scripted.post("/v1/completions", {"prompt": [1, 100_000]})
-    assert answer.status_code == 400, answer.text
-    check_error(answer.json(), "invalid_request_error", "invalid_value", "prompt")
+    check_error(answer, 400, "invalid_value", "prompt")
 
 
 @pytest.mark.parametrize(
@@ -109,14 +94,8 @@ def test_whatever_is_beyond_the_context_is_told_its_length_in_the_words_that_cli
     if "messages" in changes:
         changes = {**changes, "messages": [{"role": "user", "content": changes["messages"]}]}
     answer = scripted.post(path, changes)
-    assert answer.status_code == 400
-    check_error(
-        answer.json(),
-        "invalid_request_error",
-        "context_length_exceeded",
-        param,
-        words=("This model's maximum context length is 256 tokens",),
-    )
+    words = "This model's maximum context length is 256 tokens"
+    check_error(answer, 400, "context_length_exceeded", param, words)
     assert re.search(f"the prompt has {length}", answer.json()["error"]["message"])
 
 
@@ -133,43 +112,16 @@ def test_one_prompt_too_long_starts_none_of_the_others(
 def test_ids_that_the_model_lacks_have_no_text(scripted: RunningServer) -> None:
     for token_id in (331, 2**31 - 1):
         answer = scripted.post("/detokenize", {"tokens": [5, token_id]})
-        assert answer.status_code == 400
-        check_error(answer.json(), "invalid_request_error", "invalid_value", "tokens")
+        check_error(answer, 400, "invalid_value", "tokens")
     assert scripted.post("/detokenize", {"tokens": [5, 330]}).status_code == 200
 
 
-@pytest.mark.parametrize(
-    ("method", "path", "sent", "status", "code", "headers"),
-    [
-        ("POST", "/v1/completions", {"json": {**BODY, "model": "gpt"}}, 404, "model_not_found", {}),
-        ("GET", "/v2/completions", {}, 404, "unknown_url", {}),
-        ("GET", "/v1/completions", {}, 405, "method_not_allowed", {"allow": "POST"}),
-        ("DELETE", "/ping", {}, 405, "method_not_allowed", {"allow": "GET, HEAD, POST"}),
-        (
-            "POST",
-            "/v1/completions",
-            {"content": b"{}", "headers": {"content-type": "text/plain"}},
-            415,
-            "unsupported_media_type",
-            {},
-        ),
-    ],
-)
-def test_what_is_not_here_or_in_no_such_form_is_refused(
-    scripted: RunningServer,
-    method: str,
-    path: str,
-    sent: dict[str, Any],
-    status: int,
-    code: str,
-    headers: dict[str, str],
-) -> None:
+def test_what_is_not_here_is_refused(scripted: RunningServer) -> None:
+    check_error(scripted.get("/v2/completions"), 404, "unknown_url")
     with scripted.client() as client:
-        answer = client.request(method, path, **sent)
-    assert answer.status_code == status
-    param = "model" if code == "model_not_found" else None
-    check_error(answer.json(), "invalid_request_error", code, param)
-    assert answer.headers.items() >= headers.items()
+        answer = client.delete("/ping")
+    check_error(answer, 405, "method_not_allowed")
+    assert answer.headers["allow"] == "GET, HEAD, POST"
 
 
 def test_the_load_is_the_number_of_open_calls(
@@ -185,109 +137,6 @@ def test_the_load_is_the_number_of_open_calls(
     engine.resume()
     assert [post.result().status_code for post in posts] == [200, 200]
     wait_until(lambda: server.get("/load").json() == {"server_load": 0})
-
-
-def test_a_large_body_is_a_413_with_or_without_its_length(
-    engine: ScriptedEngine, text: TextFrontend
-) -> None:
-    limits = ServerLimits(max_body_bytes=1000)
-    body = json.dumps({"prompt": "x" * 2000}).encode()
-    headers = {"content-type": "application/json"}
-    with running_server(engine, text, options(limits=limits)) as server, server.client() as client:
-        whole = client.post("/v1/completions", content=body, headers=headers)
-        parts = client.post(
-            "/v1/completions", content=iter([body[:700], body[700:]]), headers=headers
-        )
-    for answer in (whole, parts):
-        assert answer.status_code == 413
-        check_error(answer.json(), "invalid_request_error", "content_too_large")
-    assert not engine.submitted
-
-
-def test_without_a_valid_key_it_is_a_401(engine: ScriptedEngine, text: TextFrontend) -> None:
-    with running_server(engine, text, options(keys=ApiKeys(["right-key"]))) as server:
-        for header in (None, "Bearer wrong-key", "Basic right-key", "Bearer"):
-            sent = {} if header is None else {"authorization": header}
-            answer = server.post("/v1/completions", BODY, headers=sent)
-            assert answer.status_code == 401
-            assert answer.headers["www-authenticate"].startswith("Bearer")
-            check_error(answer.json(), "invalid_request_error", "invalid_api_key")
-        right = {"authorization": "Bearer right-key"}
-        assert server.post("/v1/completions", BODY, headers=right).status_code == 200
-
-
-def test_a_full_queue_is_a_429_at_once(script: tuple[int, ...], text: TextFrontend) -> None:
-    engine = ScriptedEngine(script, max_num_queued_reqs=1)
-    with running_server(engine, text) as server:
-        engine.pause()
-        posts = [server.posting("/v1/completions", BODY) for _ in range(5)]
-        wait_until(lambda: engine.num_open == 5)
-        answer = server.post("/v1/completions", BODY)
-        engine.resume()
-        assert [post.result().status_code for post in posts] == [200] * 5
-        assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
-        check_error(answer.json(), "rate_limit_error", "queue_full")
-        assert 'reason="queue_full"} 1.0' in server.get("/metrics").text
-
-
-PATHS = {
-    "/v1/completions": {"prompt": "the fox"},
-    "/v1/chat/completions": {"messages": [{"role": "user", "content": "the fox"}]},
-    "/v1/responses": {"input": "the fox"},
-    "/v1/messages": {"messages": [{"role": "user", "content": "the fox"}], "max_tokens": 4},
-    "/api/chat": {"messages": [{"role": "user", "content": "the fox"}]},
-    "/v1/embeddings": {"input": "the fox"},
-}
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_what_would_start_too_late_is_a_429_with_the_time_before_anything_is_computed(
-    server: RunningServer, engine: ScriptedEngine, path: str
-) -> None:
-    engine.late = QueueFullError("it would start in about 71.2 seconds", retry_after_s=71.2)
-    for stream in (False, True) if path != "/v1/embeddings" else (False,):
-        answer = server.post(path, {**PATHS[path], "stream": stream} if stream else PATHS[path])
-        assert (answer.status_code, answer.headers["retry-after"]) == (429, "72")
-        assert "start in about 71.2 seconds" in answer.text
-    assert not engine.submitted
-    metrics = server.get("/metrics").text
-    assert re.search(r'reason="queue_too_long"\} [12]\.0', metrics)
-    engine.late = None
-    assert server.post(path, PATHS[path]).status_code == 200
-
-
-@pytest.mark.parametrize(
-    ("kind", "status", "code", "retry", "words"),
-    [
-        ("not_finite", 500, "server_error", "false", "numbers"),
-        ("step_failed", 500, "step_failed", None, "the server's log"),
-        ("engine_lost", 503, "engine_restarting", None, "try again soon"),
-        ("engine_failed", 500, "engine_failed", "false", "do not send it again"),
-        ("queue_timeout", 504, "deadline_exceeded", None, "61.5 seconds in the queue"),
-        ("request_timeout", 504, "deadline_exceeded", None, "took 602 seconds"),
-    ],
-)
-def test_a_failure_of_the_engine_has_its_own_answer(
-    server: RunningServer,
-    engine: ScriptedEngine,
-    kind: ErrorKind,
-    status: int,
-    code: str,
-    retry: str | None,
-    words: str,
-) -> None:
-    engine.failing = kind
-    chat = {"messages": [{"role": "user", "content": "the fox"}], "max_tokens": 4}
-    check_error(server.post("/v1/chat/completions", chat).json(), "server_error", code)
-    answer = server.post("/v1/completions", BODY)
-    assert answer.status_code == status
-    check_error(answer.json(), "server_error", code, words=(words,))
-    assert answer.headers.get("x-should-retry") == retry
-    assert ("retry-after" in answer.headers) == (status == 503)
-    assert "secret words" not in answer.text
-    *_, failed, done = server.events("/v1/completions", {**BODY, "stream": True})
-    check_error(failed, "server_error", code, words=(words,))
-    assert done == "[DONE]"
 
 
 FORM = {"type": "json_schema", "name": "f", "schema": {}}
@@ -350,27 +199,6 @@ def test_a_form_that_cannot_be_checked_just_now_may_be_sent_again() -> None:
     assert "x-should-retry" not in dict(answer.headers)
 
 
-@pytest.mark.parametrize(
-    ("state", "code"),
-    [*UNAVAILABLE_CODES.items()],
-)
-def test_while_the_engine_is_not_ready_it_is_a_503(
-    server: RunningServer, engine: ScriptedEngine, state: Any, code: str
-) -> None:
-    engine.state = state
-    for answer in (
-        server.post("/v1/completions", BODY),
-        server.get("/ready"),
-        server.get("/health"),
-        server.get("/ping"),
-        server.post("/ping"),
-    ):
-        assert answer.status_code == 503
-        assert int(answer.headers["retry-after"]) > 0
-        check_error(answer.json(), "server_error", code)
-    assert server.get("/live").status_code == 200
-
-
 def test_every_answer_has_the_id_that_was_sent_or_a_new_one(scripted: RunningServer) -> None:
     for path in ("/live", "/nowhere", "/v1/models"):
         assert (
@@ -387,7 +215,7 @@ def test_what_is_no_http_is_a_400(scripted: RunningServer) -> None:
     head, _, body = scripted.raw(b"NONSENSE\r\n\r\n").partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 400 ")
     assert b"\r\nx-request-id: " in head
-    check_error(json.loads(body), "invalid_request_error", "invalid_http")
+    assert told_error("", json.loads(body)).code == "invalid_http"
 
 
 def test_a_long_url_and_long_heads_are_400(scripted: RunningServer) -> None:
@@ -410,7 +238,7 @@ def test_a_long_url_and_long_heads_are_400(scripted: RunningServer) -> None:
     ):
         head, _, body = scripted.raw(request).partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 400 "), head
-        check_error(json.loads(body), "invalid_request_error", code)
+        assert told_error("", json.loads(body)).code == code
 
 
 # --- the official client --------------------------------------------------------------------------

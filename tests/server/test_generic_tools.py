@@ -16,7 +16,7 @@ from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.request import SamplingParams
 from cadenza.text.answers.answer_grammar import Tool
 from tests.server.dialects import (
-    DIALECTS,
+    CONVERSING,
     body_of,
     post,
     stream,
@@ -167,7 +167,7 @@ def follows(grammar: str, text: str) -> bool:
     return matcher.consume_tokens([*data]) and matcher.is_accepting()
 
 
-@pytest.mark.parametrize("name", DIALECTS)
+@pytest.mark.parametrize("name", CONVERSING)
 def test_every_api_tells_of_the_call(server: RunningServer, name: str) -> None:
     length = len(server.service.models.first.text.encode(CALLED, add_special_tokens=False))
     tools = tools_of(name, FUNCTION)

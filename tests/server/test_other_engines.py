@@ -10,9 +10,7 @@ from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.request import SamplingParams
 from cadenza.server.errors import ApiError
 from cadenza.structured import StructuredOutput
-from tests.server.bodies import NEEDED, PATHS, checked, read, refusal
-from tests.server.harness import running_server
-from tests.server.scripted_engine import ScriptedEngine
+from tests.server.bodies import checked, read, refusal
 
 NAMES = ("completions", "chat", "responses", "messages")
 ALIASES: list[tuple[str, Any, str, Any]] = [
@@ -137,16 +135,3 @@ def test_a_window_of_penalties_is_refused_where_there_is_a_penalty(name: str) ->
 
 def test_the_top_token_is_that_of_top_p_zero() -> None:
     assert SamplingParams(top_p=0).top_p == SamplingParams(top_p=1e-9).top_p == 1e-6
-
-
-def test_an_answer_without_a_bound_goes_to_the_end_of_the_context(
-    script: tuple[int, ...], text: TextFrontend
-) -> None:
-    with running_server(ScriptedEngine(script, max_model_len=64), text) as server:
-        for name in NAMES:
-            field = "max_output_tokens" if name == "responses" else "max_tokens"
-            answer = server.post(PATHS[name], {**NEEDED[name], field: -1})
-            usage = answer.json()["usage"]
-            num_input = usage.get("prompt_tokens", usage.get("input_tokens"))
-            num_output = usage.get("completion_tokens", usage.get("output_tokens"))
-            assert num_input + num_output == 64, name

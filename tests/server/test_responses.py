@@ -278,10 +278,8 @@ def test_a_failed_stream_ends_with_a_failed_response(
     with running_server(engine, text) as server:
         last = streamed(server)[-1]
         assert last["type"] == "response.failed"
-        assert last["response"]["status"] == "failed"
         assert last["response"]["error"]["code"] == "server_error"
         assert server.get(f"{PATH}/{last['response']['id']}").json() == last["response"]
-        assert server.post(PATH, BODY).status_code == 500
 
 
 def test_a_tenant_reaches_only_its_own_responses(
