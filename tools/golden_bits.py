@@ -22,7 +22,7 @@ from typing import get_args
 
 import msgspec
 
-from cadenza.backends.xla.arithmetic import PORTABLE
+from cadenza.backends.xla.tables import PORTABLE
 from cadenza.fingerprint import ARITHMETIC_REVISION
 from tools.family_table import with_table
 from tools.golden_cases import Case, Group, all_cases, play

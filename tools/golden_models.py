@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cadenza.checkpoint.folder import Checkpoint
-from cadenza.checkpoint.gguf.types import TENSOR_TYPES
+from cadenza.checkpoint.gguf.reader import TENSOR_TYPES
 from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.checkpoint.random_checkpoint import (
     NoiseSource,
@@ -23,8 +23,8 @@ from cadenza.checkpoint.random_checkpoint import (
 )
 from cadenza.models.config_json import CONFIG_FILE
 from cadenza.models.declaration import declare
-from cadenza.weights.dtypes import FORMAT_OF_NAME, StoredDType
-from cadenza.weights.safetensors_writer import NewTensor, Part, write_shards
+from cadenza.weights.safetensors_file import NewTensor, Part, write_shards
+from cadenza.weights.weight_format import FORMAT_OF_NAME, StoredDType
 from cadenza.weights.weights import open_weights
 
 Bytes = npt.NDArray[np.uint8]

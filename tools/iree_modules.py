@@ -9,10 +9,9 @@ Whatever changes the plain operations, the programs or the step schema changes t
 
 import sys
 
+from cadenza.backends.exporting import ExportOptions, encode_manifest, make_modules, write_modules
 from cadenza.backends.iree.manifest import FOLDER, MANIFEST_FILE
 from cadenza.checkpoint.opening import open_checkpoint
-from cadenza.exporting.export import ExportOptions, make_modules
-from cadenza.exporting.folder import encode_manifest, write_modules
 
 OPTIONS = ExportOptions(num_rows=(4, 8), max_model_len=2048, dtype="float32")
 

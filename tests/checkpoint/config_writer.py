@@ -17,8 +17,8 @@ from cadenza.models.model_config import ModelConfig
 from cadenza.models.rope_config import LongRopeScaling, format_rope
 from cadenza.models.towers.reader import IMAGE_PROCESSOR_FILE
 from cadenza.models.wrapped_text import NEWER_OUTSIDE, SHARED, TEXT_CONFIG, WRAPPERS
-from cadenza.weights.dtypes import WeightDType
-from cadenza.weights.safetensors_writer import DEFAULT_SHARD_BYTES
+from cadenza.weights.safetensors_file import DEFAULT_SHARD_BYTES
+from cadenza.weights.weight_format import WeightDType
 from tests.checkpoint.tower_writer import format_vision
 
 

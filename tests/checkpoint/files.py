@@ -10,7 +10,7 @@ import numpy as np
 from cadenza.models.config_json import parse_model_config
 from cadenza.models.declaration import HEAD, declare
 from cadenza.models.model_config import ModelConfig
-from cadenza.weights.dtypes import FORMAT_OF_CODE
+from cadenza.weights.weight_format import FORMAT_OF_CODE
 from cadenza.weights.weights import open_weights
 
 Header = dict[str, Any]

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from cadenza.checkpoint.gguf.types import TENSOR_TYPES
+from cadenza.checkpoint.gguf.reader import TENSOR_TYPES
 
 TYPES = {kind.name: kind for kind in TENSOR_TYPES.values()}
 HALVES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "Q4_1": (0, 2), "Q5_1": (0, 2)}

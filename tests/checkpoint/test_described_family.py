@@ -11,7 +11,7 @@ from cadenza.checkpoint.described_family import DESCRIPTION_FILE
 from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.checkpoint.random_checkpoint import named_shape
 from cadenza.errors import CheckpointError
-from cadenza.weights.weights import SINGLE_FILE
+from cadenza.weights.safetensors_file import SINGLE_FILE
 from tests.checkpoint.config_writer import write_random_checkpoint
 
 NAMES = {

@@ -15,7 +15,7 @@ from cadenza.config import EngineConfig
 from cadenza.errors import CheckpointError, ConfigError
 from cadenza.loading.build import describe_backend
 from cadenza.loading.plan import make_plan
-from cadenza.weights.float8_weight import Float8Weight, scales_of_blocks
+from cadenza.weights.quantised_weight import Float8Weight, scales_of_blocks
 from cadenza.weights.tensor_spec import TensorSpec
 from cadenza.weights.weight_format import FLOAT8
 from tests.checkpoint.quantised_folders import write_quantised

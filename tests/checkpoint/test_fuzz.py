@@ -15,8 +15,8 @@ from cadenza.checkpoint.gguf import reader
 from cadenza.checkpoint.gguf.reader import read_header
 from cadenza.errors import CheckpointError
 from cadenza.weights import safetensors_file
-from cadenza.weights.dtypes import FORMAT_OF_CODE, FORMAT_OF_NAME
 from cadenza.weights.safetensors_file import LENGTH_BYTES, read_entries
+from cadenza.weights.weight_format import FORMAT_OF_CODE, FORMAT_OF_NAME
 from tests.checkpoint.files import encode_file, encode_tensors, small_model
 from tests.checkpoint.fuzzing import NUMBERS, Fuzz, Grammar, Target
 from tests.checkpoint.gguf_bytes import BF16_TENSOR, File, Tensor, small_file

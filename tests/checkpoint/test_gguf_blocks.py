@@ -15,7 +15,7 @@ import pytest
 
 from cadenza.checkpoint.gguf.blocks import BLOCKS, ENCODINGS
 from cadenza.checkpoint.opening import open_checkpoint
-from cadenza.weights.block_weight import DECODED_AT_ONCE, BlockWeight
+from cadenza.weights.quantised_weight import DECODED_AT_ONCE, BlockWeight
 from tests.checkpoint.gguf_models import convert_config, tiny_config
 from tests.checkpoint.gguf_random import TYPES, any_blocks
 

@@ -14,10 +14,10 @@ from cadenza.checkpoint.gguf.reader import (
     MAX_ENTRIES,
     MAX_STRINGS,
     MAX_TENSORS,
+    TENSOR_TYPES,
     open_gguf,
     read_header,
 )
-from cadenza.checkpoint.gguf.types import TENSOR_TYPES
 from cadenza.errors import CheckpointError
 from tests.checkpoint.gguf_bytes import (
     ARRAY,

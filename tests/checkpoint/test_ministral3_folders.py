@@ -9,7 +9,7 @@ import numpy as np
 
 from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.checkpoint.random_checkpoint import named_shape
-from cadenza.weights.safetensors_writer import NewTensor, Part, write_shards
+from cadenza.weights.safetensors_file import NewTensor, Part, write_shards
 from cadenza.weights.weight_format import FLOAT8
 from cadenza.weights.weights import open_weights
 from tests.checkpoint.config_writer import write_random_checkpoint

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from cadenza.errors import CheckpointError
-from cadenza.models.name_rules import by_rules
-from cadenza.weights.weights import open_weights
+from cadenza.weights.weights import by_rules, open_weights
 from tests.checkpoint.files import write_tensors
 
 RULES = (

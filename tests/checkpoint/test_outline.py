@@ -6,7 +6,7 @@ import pytest
 
 from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.errors import CheckpointError
-from cadenza.models.outline import DEFAULT_POSITIONS, outline_of, read_outline
+from cadenza.models.config_json import DEFAULT_POSITIONS, outline_of, read_outline
 
 PLAIN: dict[str, Any] = {"model_type": "mamba9", "vocab_size": 50, "torch_dtype": "bfloat16"}
 

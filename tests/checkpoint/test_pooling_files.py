@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from cadenza.checkpoint.generation_defaults import DefaultPooling
 from cadenza.checkpoint.opening import open_checkpoint
-from cadenza.checkpoint.pooling_files import DefaultPooling
 from tests.checkpoint.files import write_folder
 from tests.checkpoint.gguf_models import convert
 

@@ -8,7 +8,7 @@ import pytest
 from safetensors import safe_open
 
 from cadenza.checkpoint.folder import Checkpoint
-from cadenza.checkpoint.formats.at_load import format_at_load
+from cadenza.checkpoint.formats.methods import format_at_load
 from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.checkpoint.quantised_folder import write_quantised_folder
 from cadenza.checkpoint.random_checkpoint import named_shape

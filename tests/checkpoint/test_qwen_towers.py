@@ -18,7 +18,7 @@ from cadenza.models.towers.qwen import read_qwen_images
 from cadenza.models.towers.reader import VisionOptions
 from cadenza.vision.qwen_images import QwenImages
 from cadenza.vision.tower_config import VisionConfig
-from cadenza.weights.weights import SINGLE_FILE
+from cadenza.weights.safetensors_file import SINGLE_FILE
 from tests.checkpoint.config_writer import write_random_checkpoint
 
 FILE = "preprocessor_config.json"

@@ -13,7 +13,7 @@ from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.checkpoint.random_checkpoint import named_shape, read_shape, shape_names
 from cadenza.errors import CheckpointError
 from cadenza.models.declaration import declare
-from cadenza.weights.dtypes import WeightDType
+from cadenza.weights.weight_format import WeightDType
 from tests.checkpoint.config_writer import write_random_checkpoint
 
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from cadenza.models.layer_kind import ConvShape, LatentShape, LayerKind
-from cadenza.models.sparse_support import scoring_layers, scoring_refusal, sparse_refusal
+from cadenza.models.model_config import scoring_layers, scoring_refusal, sparse_refusal
 from tests.cli.harness import TINY
 
 FULL, NEAR, FAR = LayerKind(), LayerKind(window=64), LayerKind(window=128)

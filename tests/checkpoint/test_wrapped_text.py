@@ -13,7 +13,7 @@ from cadenza.checkpoint.random_checkpoint import named_shape
 from cadenza.errors import CheckpointError
 from cadenza.json_object import JsonObject
 from cadenza.models.wrapped_text import unwrap_config
-from cadenza.weights.weights import SINGLE_FILE
+from cadenza.weights.safetensors_file import SINGLE_FILE
 from tests.checkpoint.config_writer import write_random_checkpoint
 
 SHAPE = "tiny-qwen3.5"

@@ -3,13 +3,12 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from cadenza.models.towers.siglip import ACTIVATIONS
+from cadenza.models.towers.reader import ACTIVATIONS
 from cadenza.vision.gemma_images import Gemma3Images, Gemma4Images
 from cadenza.vision.idefics3 import Idefics3Processor
 from cadenza.vision.patches import Normalisation
-from cadenza.vision.pillow import FILTERS
 from cadenza.vision.pixtral_images import PixtralImages
-from cadenza.vision.processor import CHANNELS
+from cadenza.vision.processor import CHANNELS, FILTERS
 from cadenza.vision.qwen_images import QwenImages
 from cadenza.vision.tower_config import TowerConfig, VisionConfig
 

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from cadenza.cli.conversation import COMMANDS, ENDS, HELP, RETRY, Asked, Conversation, obey
+from cadenza.cli.chat_commands import COMMANDS, ENDS, HELP, RETRY, obey
+from cadenza.cli.conversation import Asked, Conversation
 from cadenza.cli.interrupts import Interrupts
 from cadenza.config import EngineConfig
 from cadenza.errors import InvalidRequestError
-from cadenza.frontend.given_images import PooledPixels
+from cadenza.frontend.image_prompts import PooledPixels
 from cadenza.frontend.loaded_model import LoadedModel, open_model
 from tests.faces.seeing import seeing_text
 

@@ -14,7 +14,7 @@ from cadenza.config import EngineConfig
 from cadenza.loading.build import plan_model
 from cadenza.models.declaration import declare
 from cadenza.models.model_config import ModelConfig
-from cadenza.weights.dtypes import FORMAT_OF_NAME
+from cadenza.weights.weight_format import FORMAT_OF_NAME
 from tests.checkpoint.config_writer import format_model_config
 from tests.cli.harness import TINY, Ran
 from tests.faces.seeing import write_seeing_model

@@ -13,9 +13,9 @@ import pytest
 from cadenza.cluster.engine_group import EngineGroup
 from cadenza.config import EngineConfig, EngineLimits
 from cadenza.engine.front import EngineFront
-from cadenza.engine.process.child_process import ChildProcess
+from cadenza.engine.process.child_process import ChildProcess, EngineChild
 from cadenza.engine.process.launch import Execute
-from cadenza.engine.process.process_link import EngineChild, ProcessLink, ProcessOptions, pinned
+from cadenza.engine.process.process_link import ProcessLink, ProcessOptions, pinned
 from cadenza.events import Event, Finished
 from tests.engine.process.conftest import QUICK, SCRIPT, TIMEOUT_S, execute_scripted
 

@@ -10,8 +10,8 @@ from cadenza.cluster.engine_host import EngineHost, HostOptions
 from cadenza.cluster.group_stats import group_limits
 from cadenza.cluster.remote_engine import HostBook, RemoteChild
 from cadenza.cluster.scale_policy import ScaleOptions
+from cadenza.engine.process.child_process import EngineUnreachableError
 from cadenza.engine.process.launch import Execute
-from cadenza.engine.process.process_link import EngineUnreachableError
 from cadenza.errors import ConfigError
 from tests.cluster.test_engine_host import COMMAND, SECRET, wait_for
 from tests.engine.process.scripted_child import limits_of

@@ -12,9 +12,10 @@ from contextlib import ExitStack, closing
 import pytest
 
 from cadenza.cluster.engine_host import EngineHost, HostOptions
-from cadenza.cluster.remote_engine import HandshakeError, RemoteChild, greet_client, remote_opener
+from cadenza.cluster.handshake import HandshakeError, greet_client
+from cadenza.cluster.remote_engine import RemoteChild, remote_opener
+from cadenza.engine.process.child_process import EngineUnreachableError
 from cadenza.engine.process.launch import Execute
-from cadenza.engine.process.process_link import EngineUnreachableError
 from cadenza.errors import ConfigError
 from cadenza.events import Finished
 from tests.cluster.conftest import OpenGroup

@@ -6,9 +6,8 @@ import pytest
 
 from cadenza.backends.xla.ops.cuda import CudaOps
 from cadenza.backends.xla.ops.cuda_library import CudaLibrary
-from cadenza.backends.xla.ops.encoder_table import EncoderShape
 from cadenza.backends.xla.ops.reference import OpTable
-from cadenza.backends.xla.ops.table import DecoderSpec
+from cadenza.backends.xla.ops.table import DecoderSpec, EncoderShape
 from tests.xla.encoder_parity import check_attention, check_elements, check_image_rows
 from tests.xla.harness import HOSTILE
 

@@ -8,11 +8,12 @@ import jax.export
 import numpy as np
 import pytest
 
+from cadenza.backends.xla.device_state import state_function
 from cadenza.backends.xla.ops.cuda import CudaOps
 from cadenza.backends.xla.ops.cuda_library import CudaLibrary
 from cadenza.backends.xla.ops.reference import OpTable
-from cadenza.backends.xla.programs import StepProgram, state_function
 from cadenza.backends.xla.runner import XlaRunner
+from cadenza.backends.xla.step_program import StepProgram
 from cadenza.backends.xla.tables import MakeOps
 from cadenza.batch.step_schema import StepLayout
 from tests.xla.harness import Lab, Variant

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from cadenza.weights.float8_weight import BLOCK, Float8Weight
+from cadenza.weights.quantised_weight import BLOCK, Float8Weight
 from tests.cuda.conftest import Call, call_on_cpu
 from tests.native.float8_definition import pack, product, random_weight, values
 from tests.native.quantised_definition import fma

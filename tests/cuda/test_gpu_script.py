@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from cadenza.backends.xla.ops.cuda_library import CudaLibrary
-from cadenza.backends.xla.ops.cuda_measure import CudaInstruments
+from cadenza.backends.xla.ops.cuda_library import CudaInstruments, CudaLibrary
 from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.cli.verify import EXIT_CODES
 from cadenza.errors import ConfigError

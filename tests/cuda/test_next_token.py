@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cadenza.backends.step_result import (
+from cadenza.backends.token_choice import (
     COLUMN_LOGPROB,
     COLUMN_RANK,
     COLUMN_STATE,

@@ -19,7 +19,7 @@ from cadenza.backends.xla.runner import XlaRunner
 from cadenza.config import KVCacheDType
 from cadenza.errors import ConfigError
 from cadenza.kernel_proof import KernelProof
-from cadenza.weights.dtypes import WeightDType
+from cadenza.weights.weight_format import WeightDType
 from tests.by_day import by_day
 from tests.contract.steps import Draw, Geometry, Stream, run_step
 from tests.xla.harness import Lab, Variant

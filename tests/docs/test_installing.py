@@ -9,12 +9,12 @@ import pytest
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
+from cadenza.backends.exporting import REQUIREMENT as IREE_COMPILER
 from cadenza.backends.iree.backend import REQUIREMENT as IREE_RUNTIME
 from cadenza.backends.mlx.backend import MlxBackend
 from cadenza.backends.xla.device import find_device
 from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.errors import ConfigError, DeviceUnavailableError
-from cadenza.exporting.export import REQUIREMENT as IREE_COMPILER
 from tests.docs.documents import PAGES, ROOT
 
 INSTALL = re.compile(r"\b(?:pip3? install|uv add|uv tool install|pipx install|uvx)\s+([^`\n]+)")

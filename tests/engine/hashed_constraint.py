@@ -8,6 +8,7 @@ import hashlib
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
+from cadenza.batch.prompt import Prompt
 from cadenza.batch.sequence import Sequence
 from cadenza.batch.token_rules import RuleLayout
 from cadenza.request import Request
@@ -114,7 +115,7 @@ def record_of(request: Request, vocab_size: int, kept: KeptTokens) -> list[int]:
         max_num_tokens=0,
         stop_token_ids=frozenset(),
         token_ids=list(request.prompt_token_ids),
-        kept=kept,
+        prompt=Prompt(kept=kept),
         constraint=constraint_of(request),
     )
     record = RuleLayout(vocab_size).encode(sequence)

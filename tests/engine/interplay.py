@@ -14,6 +14,7 @@ from cadenza.batch.step_cost import StepBound, StepCost
 from cadenza.config import Batching, EngineLimits, ImageLimits, SchedulerLoop
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.open_requests import OpenRequests
+from cadenza.engine.step_works import WorkOptions
 from cadenza.engine.timeouts import RequestTimeouts
 from cadenza.errors import InvalidRequestError
 from cadenza.events import Event, Started
@@ -333,6 +334,7 @@ class Player:
             **sees_with(limits),
         )
         options: dict[str, Any] = {}
+        works = WorkOptions()
         if case.drafts == "ngram":
             options["speculation"] = SpeculativeConfig(method="ngram")
         elif case.drafts is not None:
@@ -342,11 +344,13 @@ class Player:
             options["speculation"] = SpeculativeConfig(method=method, model=name)
             options["draft_model"] = model
         if case.prompts == "thinned":
-            options |= {"prompt_scorer": scorer_of(limits), "window": WINDOW}
+            works = replace(works, prompt_scorer=scorer_of(limits))
+            options["window"] = WINDOW
         if case.bound_ms is not None:
             cost = StepCost(fixed_ms=5.0, token_ms=1.0, logit_ms=0.2, key_ms=0.002)
             options["step_bound"] = StepBound(max_ms=case.bound_ms, cost=cost)
-            options["image_cost"] = ImageCost(quantum_ms=1.0, product_ms=0.1, attention_ms=0.1)
+            encoding = ImageCost(quantum_ms=1.0, product_ms=0.1, attention_ms=0.1)
+            works = replace(works, image_cost=encoding)
         chosen = CoreOptions(
             eos_token_ids=EOS_TOKEN_IDS,
             loop=case.loop,
@@ -356,6 +360,7 @@ class Player:
             batching=case.batching,
             clock=self._clock,
             compile_constraint=compile_hashed,
+            works=works,
             **options,
         )
         return EngineCore(runner, limits, chosen)

@@ -9,7 +9,7 @@ from functools import lru_cache
 import numpy as np
 
 from cadenza.backends.fake import WINDOW_START, next_token, placed_token
-from cadenza.backends.fake_images import image_value
+from cadenza.backends.fake_memory import image_value
 from cadenza.batch.draw_keys import derive_sample_seed, derive_seed, draw_keys
 from cadenza.batch.token_rules import MASK, RuleLayout
 from cadenza.engine.core import EngineCore

@@ -16,6 +16,7 @@ from cadenza.batch.step_schema import ModelInputs
 from cadenza.config import EngineLimits
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.scoring_steps import PromptScorerModel
+from cadenza.engine.step_works import WorkOptions
 from cadenza.request import Request, SamplingParams
 from cadenza.scheduler.scoring_queue import MAX_SCORINGS
 from cadenza.sparse_prefill import (
@@ -180,7 +181,8 @@ def scoring_engine(
     limits: EngineLimits = LIMITS, scorer: PromptScorerModel | None = None, **options: Any
 ) -> EngineCore:
     """An engine with a scorer."""
-    return engine_of(limits, prompt_scorer=scorer or scorer_of(limits), **options)
+    works = WorkOptions(prompt_scorer=scorer or scorer_of(limits))
+    return engine_of(limits, works=works, **options)
 
 
 def tokens_of(count: int, seed: int) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from cadenza.backends.fake import HIDDEN_SIZE, FakeRunner, hidden_state
-from cadenza.batch.prompt_rows import Pool
+from cadenza.batch.prompt import Pool
 from cadenza.batch.step_schema import ModelInputs, StepOutput
 from cadenza.config import SchedulerLoop
 from cadenza.engine.core import EngineCore

@@ -17,8 +17,7 @@ from cadenza.config import EngineConfig
 from cadenza.fingerprint import Fingerprint
 from cadenza.kv.page_keys import Content, PageKeys
 from cadenza.loading.identity import Identity, Key
-from cadenza.loading.planned_engine import PlannedEngine
-from cadenza.loading.weight_cache import MIN_WEIGHT_BYTES, packed_weights_file
+from cadenza.loading.planned_engine import MIN_WEIGHT_BYTES, PlannedEngine, packed_weights_file
 from cadenza.request import Attachment
 from cadenza.sparse_prefill import CHUNK, KeptTokens
 from cadenza.vision.processor import ImagePart, image_digest

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from cadenza.backends.fake import FakeRunner, FakeStepHandle
-from cadenza.backends.fake_images import fake_image_work
+from cadenza.backends.fake_memory import fake_image_work
 from cadenza.batch.image_cost import (
     ImageCost,
     ImageLoad,
@@ -20,6 +20,7 @@ from cadenza.batch.step_schema import ModelInputs
 from cadenza.config import EngineLimits, ImageLimits, SchedulerLoop
 from cadenza.engine.calibration import measure_image_cost
 from cadenza.engine.core import CoreOptions, EngineCore
+from cadenza.engine.step_works import WorkOptions
 from cadenza.events import Token
 from cadenza.request import Attachment, Request, SamplingParams
 from tests.engine.seeing import image_at
@@ -115,7 +116,11 @@ def run_streams(
     """The worst gap of eight streams, to which eight images and a long prompt come."""
     runner = runner_of(LIMITS)
     options = CoreOptions(
-        secret=SECRET, loop=loop, step_bound=bound, image_cost=cost, clock=runner.clock
+        secret=SECRET,
+        loop=loop,
+        step_bound=bound,
+        works=WorkOptions(image_cost=cost),
+        clock=runner.clock,
     )
     engine = EngineCore(runner, LIMITS, options)
     record = Record(seed=0, engine=engine)

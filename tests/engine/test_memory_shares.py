@@ -5,7 +5,7 @@ from itertools import combinations
 import pytest
 
 from cadenza.errors import ConfigError
-from cadenza.loading.memory_shares import memory_shares
+from cadenza.loading.plan import memory_shares
 
 
 @pytest.mark.parametrize("num_engines", [1, 2, 3])

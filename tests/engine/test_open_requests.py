@@ -9,7 +9,8 @@ import pytest
 from msgspec import structs
 
 from cadenza.config import EngineLimits
-from cadenza.engine.open_requests import OpenRequests, RequestTimes
+from cadenza.engine.open_requests import OpenRequests
+from cadenza.engine.request_stats import RequestTimes
 from cadenza.engine.timeouts import RequestTimeouts
 from cadenza.errors import ConfigError, QueueFullError
 from cadenza.events import Event, Finished, Preparing, Started, Token

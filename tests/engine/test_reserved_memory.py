@@ -11,8 +11,7 @@ import pytest
 
 from cadenza import EngineConfig
 from cadenza.loading.build import find_checkpoint, plan_model, reserve_planned
-from cadenza.loading.memory import HostMemory
-from cadenza.loading.reserved_memory import Reserved, find_reserved, record_reservation
+from cadenza.loading.memory import HostMemory, Reserved, find_reserved, record_reservation
 
 MB = 1_000_000
 GROUP = "0::/engines\n"
@@ -69,7 +68,7 @@ def test_an_engine_of_another_namespace_is_not_counted(tmp_path: Path):
 DYING = """
 import os, sys
 from pathlib import Path
-from cadenza.loading.reserved_memory import find_reserved, record_reservation
+from cadenza.loading.memory import find_reserved, record_reservation
 reservation = record_reservation(Path(sys.argv[1]), 1 << 40)
 assert find_reserved(Path(sys.argv[1])).in_all > 1 << 39
 os._exit(9)
@@ -79,7 +78,7 @@ os._exit(9)
 FULL = """
 import resource, sys
 from pathlib import Path
-from cadenza.loading.reserved_memory import record_reservation
+from cadenza.loading.memory import record_reservation
 resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 record_reservation(Path(sys.argv[1]), 1 << 40)
 """

@@ -15,6 +15,7 @@ from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.open_requests import OpenRequests
 from cadenza.engine.resumption import ResumedSample, Resumption
 from cadenza.engine.scoring_steps import PromptScorerModel
+from cadenza.engine.step_works import WorkOptions
 from cadenza.engine.timeouts import RequestTimeouts
 from cadenza.errors import InvalidRequestError
 from cadenza.events import Finished, Preparing, Started, Token
@@ -263,7 +264,7 @@ def test_a_stream_whose_scoring_failed_goes_on_whole_in_another_engine() -> None
     second = scoring_engine()
     resumption = Resumption(
         samples=(ResumedSample(sample=0, token_ids=expected[:4]),),
-        whole_because=started.whole_because,
+        whole_reason=started.whole_because,
     )
     second.resume(0, asked, resumption)
     events = []
@@ -446,7 +447,7 @@ def test_steps_of_others_stay_within_the_bound_while_four_long_prompts_are_score
         limits,
         CoreOptions(
             step_bound=StepBound(max_ms=BOUND_MS, cost=COST),
-            prompt_scorer=replace(model, cost=DRAFT_COST),
+            works=WorkOptions(prompt_scorer=replace(model, cost=DRAFT_COST)),
             clock=clock,
             loop=loop,
             window=WINDOW,

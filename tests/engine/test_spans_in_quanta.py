@@ -17,6 +17,7 @@ from cadenza.batch.whole_spans import SpanShape
 from cadenza.config import EngineLimits, ImageLimits, SchedulerLoop
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.resumption import ResumedSample, Resumption
+from cadenza.engine.step_works import WorkOptions
 from cadenza.errors import RunnerError
 from cadenza.events import Token
 from cadenza.request import Request, SamplingParams
@@ -110,7 +111,9 @@ def engine_of(
         loop=loop,
         reserved_output=0.0,
         step_bound=bound,
-        image_cost=ImageCost(quantum_ms=1e-3, product_ms=1e-9, attention_ms=1e-9),
+        works=WorkOptions(
+            image_cost=ImageCost(quantum_ms=1e-3, product_ms=1e-9, attention_ms=1e-9)
+        ),
         clock=runner.clock,
     )
     return EngineCore(runner, limits, options), runner

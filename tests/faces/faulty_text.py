@@ -6,7 +6,7 @@ from cadenza import SamplingParams
 from cadenza.frontend.sample_output import SampleOutput
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.text import IncrementalDetokenizer, StopMatcher
-from cadenza.text.answers.output_parser import MakeParser
+from cadenza.text.answers.part_parser import MakeParser
 
 Fault = Literal["detokenizer", "flush", "stop strings", "log probabilities"]
 

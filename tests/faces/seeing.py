@@ -11,6 +11,7 @@ from typing import Any
 from cadenza.checkpoint.folder import Checkpoint
 from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.errors import InvalidRequestError
+from cadenza.frontend.image_prompts import PooledPixels
 from cadenza.frontend.prepared_request import TextWorkers
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.media.image_input import ImageInput, OpenedImage
@@ -84,7 +85,7 @@ class TiledProcessor(GridProcessor):
 
 
 @dataclass(eq=False)
-class GivenSizes:
+class GivenSizes(PooledPixels):
     """Opens images whose "file" is their size, as b"30x20"; it counts what it opened."""
 
     opened: list[bytes] = field(default_factory=list[bytes])

@@ -12,9 +12,9 @@ from cadenza.frontend.prepared_request import ChatPrompt
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.request import Request, SamplingParams
 from cadenza.structured import JsonStyle, StructuredOutput
-from cadenza.text.answers.answer_grammar import Tool
 from cadenza.text.answers.part_parser import REASONING_FORMATS
 from cadenza.text.answers.tool_calls import TOOL_FORMATS
+from cadenza.text.answers.tool_format import Tool
 from cadenza.text.schemas.grammar import name_forms
 
 BLANK = Fingerprint(

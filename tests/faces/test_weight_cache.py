@@ -16,7 +16,7 @@ from cadenza.config import EngineConfig
 from cadenza.errors import ConfigError
 from cadenza.loading.build import open_planned
 from cadenza.loading.identity import identify
-from cadenza.loading.weight_cache import MIN_WEIGHT_BYTES, packed_weights_file
+from cadenza.loading.planned_engine import MIN_WEIGHT_BYTES, packed_weights_file
 from cadenza.models.layer_kind import LayerKind
 from tests.checkpoint.config_writer import write_random_checkpoint
 

@@ -28,8 +28,7 @@ def probe_attention() -> dict[str, Any]:
     """The time of attention of Llama-3.1-8B's heads, as a share of reading its keys and values."""
     import jax
 
-    from cadenza.backends.xla.ops.cuda_library import load_cuda_library
-    from cadenza.backends.xla.ops.cuda_measure import CudaInstruments
+    from cadenza.backends.xla.ops.cuda_library import CudaInstruments, load_cuda_library
 
     library = load_cuda_library()
     rate = CudaInstruments(library).read_bytes_per_s(None, repeats=1)  # type: ignore[arg-type]

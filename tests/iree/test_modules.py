@@ -5,11 +5,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from cadenza.backends.exporting import ExportOptions, check_exported
 from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.checkpoint.random_checkpoint import named_shape
 from cadenza.cli import WRONG_USE, main
 from cadenza.errors import CheckpointError
-from cadenza.exporting.export import ExportOptions, check_exported
 from tests.checkpoint.config_writer import write_random_checkpoint
 from tests.iree.test_product import needs_compiler
 from tests.xla.harness import HOSTILE
@@ -57,7 +57,7 @@ def test_a_model_that_is_not_exported_is_refused_with_its_cause(
 
 
 def test_parameters_are_found_by_what_they_contain():
-    from cadenza.exporting.export import find_parameters
+    from cadenza.backends.exporting import find_parameters
 
     checkpoint = open_checkpoint(None)
     names = ["model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.k_proj.weight"]

@@ -22,7 +22,7 @@ needs_compiler = pytest.mark.skipif(
 
 
 def run(module: bytes, x: np.ndarray, w: np.ndarray, driver: str = "local-task") -> np.ndarray:
-    from cadenza.backends.iree.device import IreeDevice, LoadedProgram
+    from cadenza.backends.iree.runner import IreeDevice, LoadedProgram
 
     device = IreeDevice(driver)
     program = LoadedProgram(device, "product", module, None)
@@ -69,7 +69,7 @@ def test_a_row_has_the_same_bits_beside_others_that_are_not_finite():
 
 @needs_compiler
 def test_the_installed_compiler_makes_the_same_product():
-    from cadenza.exporting.export import compile_module, compiler_flags
+    from cadenza.backends.exporting import compile_module, compiler_flags
 
     text = (DATA / "product.mlir").read_text(encoding="utf-8")
     x, w = operands()

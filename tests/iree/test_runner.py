@@ -153,7 +153,7 @@ def test_a_row_that_keeps_a_stale_slot_is_seen_by_the_contract():
 
 
 def test_a_field_that_the_modules_do_not_know_must_have_no_effect():
-    from cadenza.backends.iree.wire import WireMap
+    from cadenza.backends.iree.manifest import WireMap
 
     manifest = read_manifest(open_checkpoint(None).folder)
     program = manifest.buckets[0].program("decode")
@@ -171,9 +171,8 @@ def test_weights_of_a_written_folder_are_used_where_the_file_is_mapped(
 ):
     """Only the factors of the rope are made, and every bit is that of the bundled model, which is
     in bfloat16."""
+    from cadenza.backends.exporting import Modules, write_model
     from cadenza.backends.iree.runner import IreeRunner
-    from cadenza.exporting.export import Modules
-    from cadenza.exporting.folder import write_model
 
     bundled = open_checkpoint(None)
     manifest = read_manifest(bundled.folder)

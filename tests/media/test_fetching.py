@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from cadenza.errors import ConfigError
-from cadenza.media.addresses import AllowedHosts, is_public, read_url
-from cadenza.media.fetching import BudgetFullError, MediaFetcher
+from cadenza.media.fetching import AllowedHosts, BudgetFullError, MediaFetcher, is_public, read_url
 from cadenza.media.image_input import ImageFault
 from tests.media.tls_server import TlsServer, answer, redirect, serving, trust
 

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from cadenza.errors import InvalidRequestError
-from cadenza.media.addresses import AllowedHosts
 from cadenza.media.decode_pool import DecodePool
 from cadenza.media.decoding import prepared, prepared_picture
-from cadenza.media.fetching import BudgetFullError, MediaFetcher
+from cadenza.media.fetching import AllowedHosts, BudgetFullError, MediaFetcher
 from cadenza.media.image_input import ImageFault, ImageInput, image_part, images_of
 from cadenza.media.opening import (
     MAX_BASE64_CHARS,

@@ -42,9 +42,8 @@ def test_choices_from_equal_logits_are_equal():
     import mlx.core as mx
 
     from cadenza.backends.mlx.arrays import mlx_arrays
-    from cadenza.backends.step_result import read_result
-    from cadenza.backends.token_choice import TokenChoice
-    from cadenza.backends.xla.ops.jax_arrays import CHOICE
+    from cadenza.backends.token_choice import TokenChoice, read_result
+    from cadenza.backends.xla.ops.rules import CHOICE
 
     rng = np.random.default_rng(0)
     rows = random_rows(rng)

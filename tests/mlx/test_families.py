@@ -105,7 +105,7 @@ def test_a_rows_slot_holds_its_state_and_the_plan_has_no_slots_of_state(
     family_folder: Callable[[str], Path],
 ):
     """The row's bytes are those of a state and of its two snapshots, and of the logits."""
-    from cadenza.backends.mlx.memory import LOGIT_COPIES
+    from cadenza.backends.mlx.probe import LOGIT_COPIES
 
     checkpoint = open_checkpoint(family_folder("qwen3.5"))
     plan = plan_model(checkpoint, CONFIG)

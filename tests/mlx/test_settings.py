@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from cadenza.backends.mlx.settings import settings_for_mlx_lm
+from cadenza.backends.mlx.zoo import settings_for_mlx_lm
 
 YARN = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 16.0}
 FULL = {"rope_type": "proportional", "rope_theta": 1e6}

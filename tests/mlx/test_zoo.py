@@ -103,7 +103,7 @@ def test_the_measured_memory_is_that_of_the_loaded_model(
 ):
     import mlx.core as mx
 
-    from cadenza.backends.mlx.memory import measure_model
+    from cadenza.backends.mlx.probe import measure_model
     from cadenza.backends.mlx.slot_model import SlotModel
     from cadenza.backends.mlx.slots import SlotSizes
     from cadenza.backends.mlx.zoo import load_zoo_model

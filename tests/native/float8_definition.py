@@ -21,7 +21,7 @@ from cadenza.backends.xla.ops.native_library import (
 )
 from cadenza.backends.xla.ops.native_program import NativeProgram
 from cadenza.backends.xla.ops.packed_memory import PackedMemory
-from cadenza.weights.float8_weight import BLOCK, Float8Weight
+from cadenza.weights.quantised_weight import BLOCK, Float8Weight
 from tests.native.quantised_definition import fma
 
 Float32Array = npt.NDArray[np.float32]

@@ -28,8 +28,8 @@ from cadenza.backends.xla.ops.native_program import NativeProgram
 from cadenza.backends.xla.ops.packed_memory import PackedMemory
 from cadenza.backends.xla.ops.quantised import REMAINDER_SPAN, orders_of
 from cadenza.checkpoint.gguf.blocks import ENCODINGS
-from cadenza.weights.block_weight import BlockWeight
 from cadenza.weights.quantised_weight import (
+    BlockWeight,
     FloatsOrCodes,
     QuantisedWeight,
     quantise_int4,

@@ -4,10 +4,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cadenza.backends.xla.ops.encoder_table import EncoderShape
 from cadenza.backends.xla.ops.native import NativeOps
 from cadenza.backends.xla.ops.reference import OpTable
-from cadenza.backends.xla.ops.table import DecoderSpec
+from cadenza.backends.xla.ops.table import DecoderSpec, EncoderShape
 from tests.xla.encoder_parity import check_attention, check_elements, check_image_rows
 from tests.xla.harness import HOSTILE
 

@@ -12,7 +12,7 @@ import pytest
 from cadenza.backends.xla.ops.native_library import NativeLibrary, float8_shape
 from cadenza.backends.xla.ops.packed_memory import PackedMemory
 from cadenza.errors import ConfigError
-from cadenza.weights.float8_weight import Float8Weight
+from cadenza.weights.quantised_weight import Float8Weight
 from tests.native.each_isa import run_on_each
 from tests.native.float8_definition import FLOAT8, linear, pack, product, random_weight
 

@@ -32,7 +32,7 @@ from cadenza.loading.engine_plan import EnginePlan
 from cadenza.loading.engine_program import open_start
 from cadenza.loading.memory import HostMemory, private_memory_bytes
 from cadenza.request import Request
-from cadenza.weights.dtypes import WeightDType
+from cadenza.weights.weight_format import WeightDType
 from tests.checkpoint.config_writer import write_random_checkpoint
 from tests.engine.process.conftest import Front
 from tests.process_cost import needs_proc

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from cadenza.backends.step_result import (
+from cadenza.backends.token_choice import (
     COLUMN_LOGPROB,
     COLUMN_RANK,
     COLUMN_STATE,
@@ -18,7 +18,7 @@ from cadenza.backends.step_result import (
     NUM_COLUMNS,
     NUM_TOP,
 )
-from cadenza.backends.xla.ops.jax_arrays import CHOICE
+from cadenza.backends.xla.ops.rules import CHOICE
 from cadenza.batch.step_schema import LogitInputs, specs_of
 from tests.contract.steps import logit_rows
 

@@ -13,8 +13,7 @@ from cadenza.backends.xla.decoder import load_decoder
 from cadenza.backends.xla.layers.weight_source import WeightSource
 from cadenza.backends.xla.ops.native import NativeOps
 from cadenza.backends.xla.ops.native_library import NativeLibrary
-from cadenza.backends.xla.ops.packed_file import PIECE_BYTES, PackedFile
-from cadenza.backends.xla.ops.packed_memory import PackedMemory
+from cadenza.backends.xla.ops.packed_memory import PIECE_BYTES, PackedFile, PackedMemory
 from cadenza.backends.xla.ops.table import DecoderSpec
 from cadenza.checkpoint.opening import open_checkpoint
 

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cadenza.backends.base import RunnerSetup
-from cadenza.backends.step_result import NUM_COLUMNS, NUM_TOP
+from cadenza.backends.token_choice import NUM_COLUMNS, NUM_TOP
 from cadenza.backends.xla.ops.native import NativeOps
 from cadenza.backends.xla.ops.reference import OpTable
 from cadenza.backends.xla.ops.table import DecoderSpec, Linear, StepArrays

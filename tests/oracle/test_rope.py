@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cadenza.backends.xla.reference_rope import reference_rope
+from cadenza.backends.xla.reference_mixers import reference_rope
 from cadenza.models.config_json import parse_model_config
 from cadenza.models.rope_config import RopeConfig
 from cadenza.models.rope_factors import rope_factors

@@ -17,8 +17,7 @@ from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.errors import InvalidRequestError
 from cadenza.structured import ConstraintSpec, StructuredOutput
 from cadenza.text.constraints.token_constraint import ConstraintCompiler, GrammarConstraint
-from cadenza.text.schemas.grammar import grammar_of
-from cadenza.text.schemas.grammar_check import check_grammar
+from cadenza.text.schemas.grammar import check_grammar, grammar_of
 from cadenza.text.tokens.tokenizer import Tokenizer
 from tests.text.walks import accepts
 from tools import schema_suite

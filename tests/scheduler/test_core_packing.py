@@ -18,6 +18,7 @@ from cadenza.batch.step_schema import (
 )
 from cadenza.request import Attachment, SamplingParams
 from cadenza.scheduler.scheduler import Scheduler
+from cadenza.scheduler.scoring import prune
 from cadenza.sparse_prefill import KeptTokens, SparsePrefill
 from tests.scheduler.builders import add, output_of, packer_of, scheduler_of, sequence_of
 
@@ -320,7 +321,7 @@ def test_a_prompt_with_gaps_ends_with_what_is_kept_of_it() -> None:
     sequence = sequence_of(0, 200)
     sparse = SparsePrefill(keep=0.3)
     sequence.request = replace(sequence.request, sparse_prefill=sparse)
-    sequence.thin_out(KeptTokens(num_prompt_tokens=200, chunks=(0, 6)))
+    prune(sequence, KeptTokens(num_prompt_tokens=200, chunks=(0, 6)))
     add(scheduler, sequence)
     inputs = packer_of().pack(next_batch(scheduler), 64)
     assert (inputs.rows.prompt_lens[0], inputs.rows.decode_starts[0]) == (40, 39)

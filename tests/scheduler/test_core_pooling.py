@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from cadenza.batch.prompt_rows import Pool
+from cadenza.batch.prompt import Pool
 
 STATES = np.random.default_rng(3).normal(size=(150, 24)).astype(np.float32)
 STATES[::7] *= np.float32(1e6)

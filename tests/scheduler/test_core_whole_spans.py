@@ -23,7 +23,7 @@ SPANS = (WholeSpan(4, 10), WholeSpan(10, 13), WholeSpan(20, 26))
 def seeing(request_id: int, length: int, *spans: WholeSpan, max_tokens: int = 3) -> Sequence:
     params = SamplingParams(max_tokens=max_tokens)
     sequence = sequence_of(request_id, length, max_tokens=max_tokens, params=params)
-    sequence.whole_spans = spans
+    sequence.prompt.spans = spans
     return sequence
 
 
@@ -87,7 +87,7 @@ def test_every_schedule_computes_spans_whole_and_ends(budget: int) -> None:
         batch = scheduler.schedule()
         assert batch is not None
         for entry in batch.entries:
-            assert cut_within(entry.sequence.whole_spans, entry.end) is None
+            assert cut_within(entry.sequence.prompt.spans, entry.end) is None
         scheduler.update(batch, output_of(batch))
         scheduler.check_invariants()
         num_steps += 1

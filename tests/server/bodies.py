@@ -8,14 +8,14 @@ import pytest
 from cadenza.server.anthropic.messages import MESSAGES, MessageRequest
 from cadenza.server.calls.request import CallRequest, GeneratingEndpoint
 from cadenza.server.errors import ApiError
-from cadenza.server.fields.body import Body
-from cadenza.server.fields.unknown_members import UnknownFields
+from cadenza.server.fields.body import Body, UnknownFields
 from cadenza.server.limits import ServerLimits
-from cadenza.server.ollama.embed import OLLAMA_EMBED, OllamaEmbedRequest
 from cadenza.server.ollama.generate import (
     OLLAMA_CHAT,
+    OLLAMA_EMBED,
     OLLAMA_GENERATE,
     OllamaChatRequest,
+    OllamaEmbedRequest,
     OllamaPromptRequest,
 )
 from cadenza.server.openai.chat import CHAT, ChatRequest

@@ -14,9 +14,15 @@ from contextlib import ExitStack
 import pytest
 
 from cadenza.frontend.text_frontend import TextFrontend
-from cadenza.server.http import connections as module
-from cadenza.server.http.connections import WARN_EVERY_S, Acceptor, Connections, max_connections
-from cadenza.server.http.listening import Address, listening
+from cadenza.server.http import listening as module
+from cadenza.server.http.listening import (
+    WARN_EVERY_S,
+    Acceptor,
+    Address,
+    Connections,
+    listening,
+    max_connections,
+)
 from cadenza.server.lifecycle.run import KEEP_ALIVE_S
 from cadenza.server.limits import ServerLimits
 from cadenza.server.metrics import ServedCounts

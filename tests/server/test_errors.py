@@ -11,7 +11,7 @@ import pytest
 from cadenza.errors import FormNotCheckedError
 from cadenza.events import ErrorKind
 from cadenza.server.errors import ApiError, error_of, none_allowed
-from cadenza.server.fields.json_text import read_json
+from cadenza.server.fields.types import read_json
 from tests.server.bodies import GENERATING
 from tests.server.dialects import check_error, told_error
 from tests.server.harness import MODEL, TIMEOUT_S, RunningServer, raw_post

@@ -14,7 +14,7 @@ from cadenza.frontend.answers import AnswerParsers, AskedAnswer, ToolUse
 from cadenza.frontend.prepared_request import ChatPrompt
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.request import SamplingParams
-from cadenza.text.answers.answer_grammar import Tool
+from cadenza.text.answers.tool_format import Tool
 from tests.server.dialects import (
     CONVERSING,
     body_of,

@@ -15,9 +15,9 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from cadenza.frontend.text_frontend import TextFrontend
-from cadenza.server.http.connections import Connections
 from cadenza.server.http.exchange import SLICE_BYTES, Exchange
 from cadenza.server.http.exchange import Response as Answer
+from cadenza.server.http.listening import Connections
 from cadenza.server.http.protocol import BoundedProtocol, bounded_protocol
 from cadenza.server.limits import BodyBudget, ServerLimits
 from cadenza.server.metrics import ServedCounts

@@ -13,8 +13,7 @@ import pytest
 
 from cadenza.config import ImageLimits
 from cadenza.frontend.text_frontend import TextFrontend
-from cadenza.media.addresses import AllowedHosts
-from cadenza.media.fetching import MediaFetcher
+from cadenza.media.fetching import AllowedHosts, MediaFetcher
 from cadenza.request import Request
 from cadenza.server.limits import ServerLimits
 from tests.faces.seeing import IMAGE, seeing_checkpoint

@@ -8,8 +8,7 @@ import pytest
 
 from cadenza.outputs import OutputPart
 from cadenza.server.anthropic.blocks import block_messages
-from cadenza.server.anthropic.messages import MESSAGES, MessageRequest
-from cadenza.server.dialect import ANTHROPIC_VERSIONS
+from cadenza.server.anthropic.messages import ANTHROPIC_VERSIONS, MESSAGES, MessageRequest
 from cadenza.server.limits import ServerLimits
 from cadenza.server.openai.responses import RESPONSES
 from tests.server.dialects import check_error, encoder_of, events_of, output_of, sample

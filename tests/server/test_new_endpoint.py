@@ -11,12 +11,13 @@ from cadenza.frontend.prepared_request import AnyPrompt
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.outputs import CompletionOutput, RequestOutput
 from cadenza.server.calls.encoder import AnswerHead, PromptInfo, StreamEncoder
-from cadenza.server.calls.request import ChoicesRequest, GeneratingEndpoint
+from cadenza.server.calls.request import GeneratingEndpoint
 from cadenza.server.errors import ApiError, invalid_value
 from cadenza.server.fields.body import optional, required
 from cadenza.server.fields.types import OneOf, String
 from cadenza.server.generation import Generation
-from cadenza.server.http.exchange import Exchange
+from cadenza.server.http.exchange import OPENAI, Exchange
+from cadenza.server.openai.choices import ChoicesRequest
 from cadenza.server.openapi import TEXT, AnswerSchema, describe_api, object_of
 from tests.server.harness import TIMEOUT_S, options, serving_one
 from tests.server.scripted_engine import ScriptedEngine
@@ -162,7 +163,7 @@ def test_a_new_endpoints_fields_are_checked(body: dict[str, Any], param: str) ->
 
 
 def test_a_new_endpoints_fields_are_described() -> None:
-    described = describe_api([INPUTS.route], needs_key=True)
+    described = describe_api([INPUTS.route], lambda _: OPENAI, needs_key=True)
     operation = described["paths"]["/v1/inputs"]["post"]
     schema = operation["requestBody"]["content"]["application/json"]["schema"]
     assert schema["required"] == ["input"]

@@ -13,14 +13,14 @@ from cadenza.request import SamplingParams
 from cadenza.server.calls.conversation import AskedConversation
 from cadenza.server.fields.thinking import EFFORTS, AskedThinking, nearest_effort
 from cadenza.structured import ThinkingBound
-from cadenza.text.answers.call_readers import (
+from cadenza.text.answers.harmony import HARMONY_MARKS
+from cadenza.text.answers.json_calls import (
     DEEPSEEK_CALL,
     DEEPSEEK_CALL_END,
     DEEPSEEK_CALLS,
     DEEPSEEK_CALLS_END,
     DEEPSEEK_SEPARATOR,
 )
-from cadenza.text.answers.tool_calls import HARMONY_MARKS
 from tests.server.dialects import (
     CONVERSING,
     Json,

@@ -18,7 +18,7 @@ from cadenza.request import Request
 from cadenza.server.calls.encoder import AnswerHead
 from cadenza.server.openai.chat import ChatRequest
 from cadenza.text import StopMatcher
-from cadenza.text.answers.output_parser import MakeParser
+from cadenza.text.answers.part_parser import MakeParser
 
 MARKER = "</t>"
 

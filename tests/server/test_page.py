@@ -10,7 +10,7 @@ import pytest
 
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.server.access import ApiKeys
-from cadenza.server.operations.page import PageFacts, render_page
+from cadenza.server.operations.pages import PageFacts, render_page
 from tests.server.harness import RunningServer, options, running_server
 from tests.server.scripted_engine import ScriptedEngine
 

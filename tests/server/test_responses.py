@@ -11,7 +11,7 @@ from openai.types.responses.response_create_params import ResponseCreateParamsBa
 
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.server.access import ApiKeys
-from cadenza.server.calls.turns import with_system
+from cadenza.server.calls.conversation import with_system
 from cadenza.server.limits import ServerLimits
 from cadenza.server.openai.response_items import input_items, messages_of
 from cadenza.server.openai.responses import ResponseRequest

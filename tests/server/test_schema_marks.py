@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from cadenza.server.fields.unknown_members import IGNORED_HEADER
+from cadenza.server.fields.body import IGNORED_HEADER
 from tests.server.harness import RunningServer
 
 ASKED = [{"role": "user", "content": "Which?"}]

@@ -9,8 +9,8 @@ from cadenza.errors import ConfigError
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.server.access import ApiKeys, read_keys
 from cadenza.server.openapi import EVERYWHERE, describe_api
-from cadenza.server.operations.ui import UI_PATHS
-from cadenza.server.routes import OPEN_PATHS, ROUTES
+from cadenza.server.operations.pages import UI_PATHS
+from cadenza.server.routes import OPEN_PATHS, ROUTES, dialect_of
 from tests.server.harness import RunningServer, options, running_server
 from tests.server.scripted_engine import ScriptedEngine
 
@@ -156,7 +156,7 @@ def test_keys_are_read_from_files_and_weak_ones_refused(tmp_path) -> None:
 
 
 def test_the_description_has_every_route_and_status() -> None:
-    described = describe_api(ROUTES, needs_key=True)
+    described = describe_api(ROUTES, dialect_of, needs_key=True)
     for route in ROUTES:
         operation = described["paths"][route.path.replace(":path}", "}")][route.method.lower()]
         told = {int(status) for status in operation["responses"]}

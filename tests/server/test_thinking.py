@@ -21,7 +21,7 @@ from cadenza.server.errors import ApiError
 from cadenza.server.fields.thinking import EFFORTS, AskedThinking
 from cadenza.server.limits import ServerLimits
 from cadenza.structured import ConstraintSpec, ThinkingBound
-from cadenza.text.constraints.thinking_constraint import ThinkingConstraint
+from cadenza.text.constraints.call_constraint import ThinkingConstraint
 from tests.cli.harness import write_model
 from tests.server.bodies import GENERATING
 from tests.server.dialects import body_of, post, told

@@ -17,18 +17,17 @@ from cadenza.outputs import OutputPart
 from cadenza.request import SamplingParams
 from cadenza.server.anthropic.messages import MessageRequest
 from cadenza.server.errors import ApiError
-from cadenza.server.fields.tools import chat_tools, function_tools, message_tools, response_tools
-from cadenza.server.fields.unknown_members import (
+from cadenza.server.fields.body import (
     UnknownFields,
     UnknownMembers,
     taking_unknown,
 )
+from cadenza.server.fields.tools import chat_tools, function_tools, message_tools, response_tools
 from cadenza.server.openai.chat import ChatRequest
 from cadenza.server.openai.responses import ResponseRequest
 from cadenza.structured import JsonStyle, StructuredOutput
-from cadenza.text.answers.answer_grammar import Tool
-from cadenza.text.schemas.grammar import FormChecks, GrammarCheck
-from cadenza.text.schemas.grammar_check import check_grammar
+from cadenza.text.answers.tool_format import Tool
+from cadenza.text.schemas.grammar import FormChecks, GrammarCheck, check_grammar
 from cadenza.text.schemas.json_schema import JsonGrammar, compile_schema
 from cadenza.text.schemas.schema_check import is_valid
 from tests.server.bodies import BODIES

@@ -10,7 +10,7 @@ import pytest
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.server.access import Hosts
 from cadenza.server.errors import ApiError
-from cadenza.server.operations.ui import FOLDER, INDEX, UI_FILES, UI_PATHS
+from cadenza.server.operations.pages import FOLDER, INDEX, UI_FILES, UI_PATHS
 from tests.server.harness import RunningServer, options, running_server
 from tests.server.scripted_engine import ScriptedEngine
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cadenza.frontend.text_frontend import TextFrontend
-from cadenza.server.fields.unknown_members import (
+from cadenza.server.fields.body import (
     IGNORED_HEADER,
     MAX_NEAR_CHECKS,
     IgnoredNames,

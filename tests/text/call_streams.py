@@ -6,16 +6,16 @@ from typing import Any
 from cadenza.frontend.answers import AnswerParsers, AnswerPlanner, AskedAnswer, ToolUse
 from cadenza.structured import CallRule, Constraint, ConstraintSpec
 from cadenza.text import Tokenizer
-from cadenza.text.answers.answer_grammar import Tool
-from cadenza.text.answers.call_readers import (
+from cadenza.text.answers.json_calls import (
     DEEPSEEK_CALL,
     DEEPSEEK_CALL_END,
     DEEPSEEK_CALLS,
     DEEPSEEK_CALLS_END,
     DEEPSEEK_SEPARATOR,
 )
+from cadenza.text.answers.tool_format import Tool
 from cadenza.text.constraints.token_constraint import ConstraintCompiler
-from cadenza.text.schemas.grammar_check import check_grammar
+from cadenza.text.schemas.grammar import check_grammar
 from tests.text.marked_tokenizers import with_marks
 from tests.text.walks import allowed_ids
 

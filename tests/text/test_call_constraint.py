@@ -11,12 +11,10 @@ import pytest
 from cadenza.frontend.answers import ToolUse
 from cadenza.structured import ConstraintSpec
 from cadenza.text import Tokenizer
-from cadenza.text.answers.answer_grammar import Tool
-from cadenza.text.answers.call_grammar import call_rule
-from cadenza.text.answers.called_tools import CallGrammar
 from cadenza.text.answers.input_grammar import InputGrammar
 from cadenza.text.answers.part_parser import PartPlan
-from cadenza.text.answers.tool_calls import TOOL_FORMATS, ToolFormat
+from cadenza.text.answers.tool_calls import TOOL_FORMATS, call_rule
+from cadenza.text.answers.tool_format import CallGrammar, Tool, ToolFormat
 from cadenza.text.constraints.token_constraint import ConstraintCompiler
 from cadenza.text.schemas.grammar import ARGUMENTS_STYLE
 from cadenza.text.schemas.json_schema import compile_schema

@@ -11,19 +11,18 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
 from cadenza.frontend.answers import ToolUse
-from cadenza.text.answers.answer_grammar import Tool
-from cadenza.text.answers.call_grammar import call_rule
-from cadenza.text.answers.call_readers import (
+from cadenza.text.answers.harmony import HARMONY, HarmonyParser
+from cadenza.text.answers.json_calls import (
     DEEPSEEK_CALL,
     DEEPSEEK_CALL_END,
     DEEPSEEK_CALLS,
     DEEPSEEK_CALLS_END,
     DEEPSEEK_SEPARATOR,
+    GENERIC,
 )
-from cadenza.text.answers.called_tools import CallGrammar
-from cadenza.text.answers.harmony import HarmonyParser
 from cadenza.text.answers.part_parser import PartParser, PartPlan
-from cadenza.text.answers.tool_calls import GENERIC, HARMONY, TOOL_FORMATS
+from cadenza.text.answers.tool_calls import TOOL_FORMATS, call_rule
+from cadenza.text.answers.tool_format import CallGrammar, Tool
 from cadenza.text.schemas.grammar import ARGUMENTS_STYLE
 from cadenza.text.schemas.json_schema import compile_schema
 from tests.text.parts import Joined, joined

@@ -5,7 +5,7 @@ from threading import Event
 
 import pytest
 
-from cadenza.text.constraints.compile_threads import CompileThreads
+from cadenza.text.constraints.token_constraint import CompileThreads
 
 
 def test_the_smallest_job_goes_first_and_a_cancelled_one_never():

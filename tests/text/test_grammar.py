@@ -7,8 +7,7 @@ from cadenza.errors import InvalidRequestError
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.request import SamplingParams
 from cadenza.structured import MAX_STRUCTURED_BYTES, StructuredOutput
-from cadenza.text.schemas.grammar import grammar_of, read_form
-from cadenza.text.schemas.grammar_check import check_grammar
+from cadenza.text.schemas.grammar import check_grammar, grammar_of, read_form
 
 NESTED = {"$defs": {"t": {"type": "array", "items": {"$ref": "#/$defs/t"}}}, "$ref": "#/$defs/t"}
 

@@ -10,9 +10,9 @@ from llguidance import LLMatcher
 from cadenza.errors import InvalidRequestError
 from cadenza.structured import MAX_STRUCTURED_BYTES, StructuredOutput
 from cadenza.text.schemas import json_schema
-from cadenza.text.schemas.grammar import grammar_of
-from cadenza.text.schemas.grammar_check import ADVICE, NO_TEXT, check_grammar, described
+from cadenza.text.schemas.grammar import ADVICE, check_grammar, described, grammar_of
 from cadenza.text.schemas.grammar_worker import GrammarWorker
+from cadenza.text.schemas.json_schema import NO_TEXT
 from tests.text.hostile_forms import (
     alternatives,
     any_of_objects,

@@ -16,14 +16,19 @@ from hypothesis import strategies as st
 from cadenza.frontend.answers import AnswerParsers, AnswerPlan, AnswerPlanner, AskedAnswer, ToolUse
 from cadenza.structured import Constraint, ConstraintSpec
 from cadenza.text import Tokenizer
-from cadenza.text.answers.answer_grammar import Tool
 from cadenza.text.answers.content_stops import ContentStops
-from cadenza.text.answers.harmony import MAX_HEADER_CHARS, HarmonyParser, tail_of
+from cadenza.text.answers.harmony import (
+    HARMONY,
+    HARMONY_MARKS,
+    MAX_HEADER_CHARS,
+    HarmonyParser,
+    tail_of,
+)
 from cadenza.text.answers.input_grammar import InputGrammar
 from cadenza.text.answers.part_parser import REASONING_FORMATS, PartPlan
-from cadenza.text.answers.tool_calls import HARMONY, HARMONY_MARKS
+from cadenza.text.answers.tool_format import Tool
 from cadenza.text.constraints.token_constraint import ConstraintCompiler
-from cadenza.text.schemas.grammar_check import check_grammar
+from cadenza.text.schemas.grammar import check_grammar
 from cadenza.text.tokens.stop import StopMatcher
 from tests.text.marked_tokenizers import marked_source, with_marks
 from tests.text.parts import Joined, joined

@@ -9,12 +9,11 @@ import pytest
 from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.errors import InvalidRequestError, MessagesRefusedError
 from cadenza.frontend.answers import AnswerParsers
-from cadenza.frontend.prepared_request import ChatPrompt
+from cadenza.frontend.model_prompts import ChatPrompt
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.request import SamplingParams
 from cadenza.structured import StructuredOutput
-from cadenza.text.answers.tool_calls import HARMONY_MARKS
-from cadenza.text.templates.harmony_messages import harmony_messages, harmony_tools
+from cadenza.text.answers.harmony import HARMONY_MARKS, harmony_messages, harmony_tools
 from tests.text.marked_tokenizers import marked_checkpoint
 
 TEMPLATE = (Path(__file__).parents[1] / "oracle/templates/channels.jinja").read_text()

@@ -11,7 +11,7 @@ from llguidance import LLMatcher, LLTokenizer
 from cadenza.errors import InvalidRequestError
 from cadenza.text.answers.escaped_regex import Escapes
 from cadenza.text.answers.input_grammar import InputGrammar
-from cadenza.text.schemas.grammar_check import check_grammar
+from cadenza.text.schemas.grammar import check_grammar
 
 TOKENS = LLTokenizer("byte")
 PLAIN, TAGGED = Escapes(), Escapes(also="<")

@@ -8,16 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cadenza.text.answers.call_readers import (
+from cadenza.text.answers.argument_schema import closed
+from cadenza.text.answers.json_calls import (
     DEEPSEEK_CALL,
     DEEPSEEK_CALL_END,
     DEEPSEEK_CALLS,
     DEEPSEEK_CALLS_END,
     DEEPSEEK_SEPARATOR,
-    closed,
+    GENERIC,
 )
 from cadenza.text.answers.part_parser import REASONING_FORMATS, PartPlan
-from cadenza.text.answers.tool_calls import GENERIC, TOOL_FORMATS, format_shown_by
+from cadenza.text.answers.tool_calls import TOOL_FORMATS, format_shown_by
 from tests.text.parts import Joined, parse
 
 FUNCTIONS: dict[str, dict[str, Any]] = {

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.errors import MessagesRefusedError
 from cadenza.frontend.answers import AnswerParsers
-from cadenza.frontend.prepared_request import ChatPrompt
+from cadenza.frontend.model_prompts import ChatPrompt
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.text.templates.message_forms import other_forms
 from tests.cli.harness import write_model

@@ -7,15 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cadenza.text.answers.call_readers import (
-    read_function_gemma,
-    read_glm,
-    read_hermes,
-    read_mistral,
-    read_objects,
-    read_pythonic,
-    read_xml,
-)
+from cadenza.text.answers.element_calls import read_glm, read_hermes, read_xml
+from cadenza.text.answers.json_calls import read_mistral, read_objects
+from cadenza.text.answers.listed_calls import read_function_gemma, read_pythonic
 from cadenza.text.answers.part_parser import REASONING_FORMATS, PartPlan
 from cadenza.text.answers.tool_calls import TOOL_FORMATS, format_shown_by
 from tests.text.parts import Joined, parse

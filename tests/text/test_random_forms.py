@@ -9,8 +9,7 @@ import pytest
 from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.structured import ConstraintSpec, StructuredOutput
 from cadenza.text.constraints.token_constraint import ConstraintCompiler, GrammarConstraint
-from cadenza.text.schemas.grammar import grammar_of
-from cadenza.text.schemas.grammar_check import ADVICE, check_grammar
+from cadenza.text.schemas.grammar import ADVICE, check_grammar, grammar_of
 from cadenza.text.tokens.tokenizer import Tokenizer
 from tests.text.random_expressions import random_expression
 from tests.text.random_grammars import (

@@ -11,8 +11,7 @@ import pytest
 from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.structured import ConstraintSpec, JsonStyle, StructuredOutput
 from cadenza.text.constraints.token_constraint import ConstraintCompiler, GrammarConstraint
-from cadenza.text.schemas.grammar import ARGUMENTS_STYLE, DEFAULT_STYLE, read_form
-from cadenza.text.schemas.grammar_check import check_grammar
+from cadenza.text.schemas.grammar import ARGUMENTS_STYLE, DEFAULT_STYLE, check_grammar, read_form
 from cadenza.text.schemas.json_schema import MAX_LEVELS_CHARS
 from cadenza.text.tokens.tokenizer import Tokenizer
 from tests.text.walks import accepts, walk

@@ -11,16 +11,12 @@ import pytest
 from cadenza.frontend.answers import AnswerParsers, AnswerPlan, AnswerPlanner, AskedAnswer, ToolUse
 from cadenza.structured import ConstraintSpec
 from cadenza.text import Tokenizer
-from cadenza.text.answers.answer_grammar import Tool
-from cadenza.text.answers.call_readers import (
-    DEEPSEEK_CALL,
-    DEEPSEEK_CALL_END,
-    DEEPSEEK_SEPARATOR,
-)
+from cadenza.text.answers.json_calls import DEEPSEEK_CALL, DEEPSEEK_CALL_END, DEEPSEEK_SEPARATOR
 from cadenza.text.answers.part_parser import PartPlan
 from cadenza.text.answers.tool_calls import TOOL_FORMATS
+from cadenza.text.answers.tool_format import Tool
 from cadenza.text.constraints.token_constraint import ConstraintCompiler
-from cadenza.text.schemas.grammar_check import check_grammar
+from cadenza.text.schemas.grammar import check_grammar
 from tests.text.call_streams import (
     BEGINNINGS,
     LISTED,

@@ -6,9 +6,9 @@ import pytest
 
 from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.frontend.answers import AnswerParsers
-from cadenza.frontend.prepared_request import ChatPrompt
+from cadenza.frontend.model_prompts import ChatPrompt
 from cadenza.frontend.text_frontend import TextFrontend
-from cadenza.text.templates.stable_prompts import stable_messages
+from cadenza.text.templates.message_forms import stable_messages
 
 MOVING = [
     "Today's date: 2026-01-02",

@@ -17,11 +17,13 @@ from llguidance import LLMatcher
 from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.drafting.drafts import Lookahead
 from cadenza.structured import CallRule, ConstraintSpec, StructuredOutput, ThinkingBound
-from cadenza.text.constraints.compile_threads import CompileThreads
-from cadenza.text.constraints.thinking_constraint import ThinkingConstraint
-from cadenza.text.constraints.token_constraint import ConstraintCompiler, GrammarConstraint
-from cadenza.text.schemas.grammar import grammar_of
-from cadenza.text.schemas.grammar_check import check_grammar
+from cadenza.text.constraints.call_constraint import ThinkingConstraint
+from cadenza.text.constraints.token_constraint import (
+    CompileThreads,
+    ConstraintCompiler,
+    GrammarConstraint,
+)
+from cadenza.text.schemas.grammar import check_grammar, grammar_of
 from cadenza.text.tokens.tokenizer import Tokenizer
 from tests.text.schemas import random_schema
 from tests.text.walks import accepts, allowed_ids, walk

@@ -4,11 +4,11 @@ from typing import Any
 
 from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.frontend.answers import AnswerParsers, AnswerPlanner, AskedAnswer
-from cadenza.frontend.prepared_request import ChatPrompt
+from cadenza.frontend.model_prompts import ChatPrompt
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.structured import ThinkingBound
 from cadenza.text import Tokenizer
-from cadenza.text.schemas.grammar_check import check_grammar
+from cadenza.text.schemas.grammar import check_grammar
 from cadenza.text.templates.message_forms import reads_responses_only, with_responses
 from tests.text.marked_tokenizers import marked_checkpoint, marked_source
 

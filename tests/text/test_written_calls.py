@@ -6,20 +6,20 @@ from typing import Any
 import pytest
 
 from cadenza.frontend.answers import AskedAnswer, ToolUse
-from cadenza.frontend.prepared_request import ChatPrompt
+from cadenza.frontend.model_prompts import ChatPrompt
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.request import SamplingParams
-from cadenza.text.answers.answer_grammar import Tool
-from cadenza.text.answers.call_readers import (
+from cadenza.text.answers.generic_tools import with_description, with_listed_calls
+from cadenza.text.answers.json_calls import (
     DEEPSEEK_CALL,
     DEEPSEEK_CALL_END,
     DEEPSEEK_CALLS,
     DEEPSEEK_CALLS_END,
     DEEPSEEK_SEPARATOR,
-    read_pythonic,
+    DEEPSEEK_V31,
 )
-from cadenza.text.answers.generic_tools import with_description, with_listed_calls
-from cadenza.text.answers.tool_calls import DEEPSEEK_V31, LFM2
+from cadenza.text.answers.listed_calls import LFM2, read_pythonic
+from cadenza.text.answers.tool_format import Tool
 from tests.text.marked_tokenizers import marked_checkpoint
 
 TESTS = Path(__file__).parents[1]

@@ -7,14 +7,14 @@ import pytest
 from cadenza.batch.step_cost import StepCost
 from cadenza.checkpoint.random_checkpoint import named_shape
 from cadenza.errors import ConfigError
-from cadenza.loading.sparse_gain import (
+from cadenza.loading.draft import (
     cost_of_shape,
     cost_of_steps,
     refuse_loss,
     sparse_gain,
 )
 from cadenza.models.model_config import ModelConfig
-from cadenza.sparse_prefill import SpecPrefillConfig
+from cadenza.spec_prefill_config import SpecPrefillConfig
 
 TARGET = named_shape("llama-3.2-1b")
 SMALL = replace(named_shape("smollm2-135m"), vocab_size=TARGET.vocab_size)

@@ -1,6 +1,6 @@
 """The operations of image towers of a table beside the reference's, on the same inputs.
 
-Legend as in `ops.encoder_table`.
+Legend as in `ops.table`.
 """
 
 from dataclasses import dataclass
@@ -10,14 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cadenza.backends.xla.ops.encoder_table import (
+from cadenza.backends.xla.ops.reference import OpTable
+from cadenza.backends.xla.ops.table import (
     EncoderActivation,
     EncoderBlock,
     EncoderFactors,
     EncoderShape,
     ImageRows,
 )
-from cadenza.backends.xla.ops.reference import OpTable
 
 ACTIVATIONS: tuple[EncoderActivation, ...] = ("gelu", "gelu_tanh", "quick_gelu", "silu")
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}

@@ -37,7 +37,7 @@ from cadenza.models.model_config import ModelConfig
 from cadenza.models.rope_config import Llama3RopeScaling, RopeConfig
 from cadenza.request import Request, SamplingParams
 from cadenza.verification.reference import ReferenceEngine
-from cadenza.weights.dtypes import WeightDType
+from cadenza.weights.weight_format import WeightDType
 from cadenza.weights.weights import Weights
 from tests.checkpoint.config_writer import write_random_checkpoint
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from cadenza.backends.base import RunnerSetup
-from cadenza.backends.xla.arithmetic import name_class, takes_portable_kernels
+from cadenza.backends.xla.tables import name_class, takes_portable_kernels
 from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.checkpoint.random_checkpoint import named_shape
 from cadenza.config import EngineConfig

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cadenza.backends.xla.programs import PAGE_COPIES, PAGE_UPDATES
+from cadenza.backends.xla.device_state import PAGE_COPIES, PAGE_UPDATES
 from cadenza.backends.xla.runner import XlaRunner
 from cadenza.batch.sequence import PageCopy
 from cadenza.batch.step_schema import RuleUpdate

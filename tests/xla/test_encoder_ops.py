@@ -1,7 +1,7 @@
 """Each operation of image towers in the reference table against float64 numpy.
 
 Shapes are hostile: heads of 72, blocks that begin anywhere, images over two softmax spans, NaN in
-every row of the workspace that is not the image's. Legend as in `ops.encoder_table`.
+every row of the workspace that is not the image's. Legend as in `ops.table`.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from scipy.special import erf
 
-from cadenza.backends.xla.ops.encoder_table import (
+from cadenza.backends.xla.ops.table import (
     EncoderActivation,
     EncoderBlock,
     EncoderFactors,

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cadenza.backends.step_result import COLUMN_STATE, STATE_CHOSEN
+from cadenza.backends.token_choice import COLUMN_STATE, STATE_CHOSEN
 from cadenza.backends.xla.ops.reference import OpTable
 from cadenza.backends.xla.ops.table import DecoderSpec, ExpertChoice, Linear
 from cadenza.backends.xla.runner import XlaRunner

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from cadenza.backends.xla.ops.reference import OpTable
-from cadenza.backends.xla.programs import StepProgram
 from cadenza.backends.xla.runner import XlaRunner
+from cadenza.backends.xla.step_program import StepProgram
 from cadenza.batch.step_schema import StepLayout
 from tests.by_day import by_day
 from tests.contract.steps import Draw, Geometry, Stream, build_inputs

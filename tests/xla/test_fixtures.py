@@ -15,7 +15,7 @@ import pytest
 from scipy.special import log_softmax
 
 from cadenza.backends.base import RunnerSetup
-from cadenza.backends.step_result import NUM_TOP
+from cadenza.backends.token_choice import NUM_TOP
 from cadenza.backends.xla.ops.native import NativeOps
 from cadenza.backends.xla.ops.reference import OpTable
 from cadenza.backends.xla.reference_model import ReferenceModel

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cadenza.backends.xla.ops.float8 import float8_product, join_float8
 from cadenza.backends.xla.ops.native import NativeOps
+from cadenza.backends.xla.ops.quantised import float8_product, join_float8
 from cadenza.backends.xla.ops.reference import OpTable
 from cadenza.backends.xla.ops.table import DecoderSpec
 from cadenza.checkpoint.random_checkpoint import named_shape
-from cadenza.weights.float8_weight import BLOCK, Float8Weight
+from cadenza.weights.quantised_weight import BLOCK, Float8Weight
 from cadenza.weights.weight_format import FLOAT8
 from tests.by_day import by_day
 from tests.xla.test_quantised_ops import TOKENS, assert_close, normal, step

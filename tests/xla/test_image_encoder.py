@@ -19,7 +19,7 @@ from cadenza.backends.xla.ops.table import DecoderSpec
 from cadenza.backends.xla.reference_tower import ReferenceTower
 from cadenza.backends.xla.runner import XlaRunner
 from cadenza.backends.xla.tables import MakeOps
-from cadenza.backends.xla.vision.tower_state import tower_state
+from cadenza.backends.xla.vision.stages import tower_state
 from cadenza.batch.step_schema import ImageCall, ModelInputs
 from cadenza.checkpoint.folder import Checkpoint
 from cadenza.checkpoint.opening import open_checkpoint

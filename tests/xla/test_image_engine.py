@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cadenza.backends.xla.reference_images import positions_of
+from cadenza.backends.xla.reference_tower import positions_of
 from cadenza.batch.packing import rope_positions
 from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.checkpoint.random_checkpoint import named_shape

@@ -11,7 +11,7 @@ from cadenza.backends.xla.ops.reference import OpTable
 from cadenza.backends.xla.ops.table import DecoderSpec
 from cadenza.backends.xla.reference_tower import ReferenceTower
 from cadenza.backends.xla.vision.encoder import ImageEncoder, tower_spec
-from cadenza.backends.xla.vision.tower_state import tower_state
+from cadenza.backends.xla.vision.stages import tower_state
 from cadenza.batch.step_schema import ImageCall
 from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.checkpoint.random_checkpoint import named_shape

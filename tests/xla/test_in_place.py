@@ -18,12 +18,12 @@ import pytest
 from cadenza.backends.xla.ops.native import NativeOps
 from cadenza.backends.xla.ops.reference import OpTable
 from cadenza.backends.xla.ops.table import DecoderSpec
-from cadenza.backends.xla.programs import StepProgram
 from cadenza.backends.xla.runner import XlaLateStepHandle, XlaRunner
+from cadenza.backends.xla.step_program import StepProgram
 from cadenza.batch.sequence import PageCopy
 from cadenza.batch.step_schema import NUM_EXTRA_LOGIT_ROWS, StepLayout
 from cadenza.config import PAGE_SIZE_UNIT, KVCacheDType
-from cadenza.weights.dtypes import WeightDType
+from cadenza.weights.weight_format import WeightDType
 from tests.contract.steps import Geometry, Stream, build_inputs, run_step
 from tests.xla.harness import (
     BASE,

@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 from jax.experimental import checkify
 
-from cadenza.backends.step_result import COLUMN_STATE, STATE_CHOSEN
+from cadenza.backends.token_choice import COLUMN_STATE, STATE_CHOSEN
+from cadenza.backends.xla.device_state import DeviceState, state_function
 from cadenza.backends.xla.ops.in_range import set_row, set_rows
 from cadenza.backends.xla.ops.reference import OpTable
-from cadenza.backends.xla.programs import DeviceState, StepProgram, state_function
 from cadenza.backends.xla.runner import XlaRunner
+from cadenza.backends.xla.step_program import StepProgram
 from cadenza.batch.step_schema import ModelInputs, StepLayout
 from tests.by_day import by_day
 from tests.contract.checks import SAMPLED, Bench, record_of, soil

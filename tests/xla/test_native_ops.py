@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cadenza.backends.step_result import (
+from cadenza.backends.token_choice import (
     COLUMN_LOGPROB,
     COLUMN_RANK,
     COLUMN_STATE,
@@ -27,9 +27,9 @@ from cadenza.backends.step_result import (
     COLUMN_TOP,
     NUM_TOP,
 )
-from cadenza.backends.xla.ops.jax_arrays import CHOICE
 from cadenza.backends.xla.ops.native import NativeOps
 from cadenza.backends.xla.ops.reference import OpTable
+from cadenza.backends.xla.ops.rules import CHOICE
 from cadenza.backends.xla.ops.table import (
     AttendingLayer,
     DecoderSpec,
@@ -38,7 +38,7 @@ from cadenza.backends.xla.ops.table import (
     Linear,
     StepArrays,
 )
-from cadenza.backends.xla.wire import unpack
+from cadenza.backends.xla.step_program import unpack
 from cadenza.batch.step_schema import LogitInputs, ModelInputs, StepLayout
 from cadenza.config import KVCacheDType
 from cadenza.models.layer_kind import LayerKind

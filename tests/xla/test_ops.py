@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.special import erf
 
-from cadenza.backends.step_result import COLUMN_STATE, COLUMN_TOKEN, COLUMN_TOP, NUM_TOP
+from cadenza.backends.token_choice import COLUMN_STATE, COLUMN_TOKEN, COLUMN_TOP, NUM_TOP
 from cadenza.backends.xla.ops.head_math import rotate
 from cadenza.backends.xla.ops.reference import OpTable
 from cadenza.backends.xla.ops.table import (
@@ -28,7 +28,7 @@ from cadenza.backends.xla.ops.table import (
     Linear,
     StepArrays,
 )
-from cadenza.backends.xla.wire import unpack
+from cadenza.backends.xla.step_program import unpack
 from cadenza.batch.step_schema import (
     LAST_SAMPLED,
     NUM_EXTRA_LOGIT_ROWS,

@@ -15,7 +15,7 @@ from cadenza.backends.xla.layers.weight_source import WeightSource
 from cadenza.backends.xla.ops.native import NativeOps
 from cadenza.backends.xla.ops.reference import OpTable
 from cadenza.backends.xla.ops.table import DecoderSpec, ExpertChoice, StepArrays
-from cadenza.backends.xla.wire import unpack
+from cadenza.backends.xla.step_program import unpack
 from cadenza.batch.step_schema import ModelInputs, StepLayout
 from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.checkpoint.random_checkpoint import named_shape

@@ -11,8 +11,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from cadenza.backends.xla.reference_mixers import reference_rope
 from cadenza.backends.xla.reference_model import ReferenceModel
-from cadenza.backends.xla.reference_rope import reference_rope
 from cadenza.models.rope_config import (
     LinearRopeScaling,
     Llama3RopeScaling,

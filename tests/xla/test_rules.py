@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cadenza.backends.step_result import (
+from cadenza.backends.token_choice import (
     COLUMN_STATE,
     COLUMN_TOKEN,
     COLUMN_TOP,

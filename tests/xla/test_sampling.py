@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from scipy.special import log_softmax
 
-from cadenza.backends.step_result import (
+from cadenza.backends.token_choice import (
     COLUMN_LOGPROB,
     COLUMN_RANK,
     COLUMN_STATE,
@@ -20,7 +20,7 @@ from cadenza.backends.step_result import (
     COLUMN_TOP,
     NUM_TOP,
 )
-from cadenza.backends.xla.ops.jax_arrays import CHOICE as device
+from cadenza.backends.xla.ops.rules import CHOICE as device
 from cadenza.batch.draw_keys import draw_keys
 from cadenza.batch.step_schema import LogitInputs
 from cadenza.request import SamplingParams

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from cadenza.backends.xla.ops.jax_arrays import CHOICE as device
+from cadenza.backends.xla.ops.rules import CHOICE as device
 from cadenza.batch.draw_keys import draw_keys
 from cadenza.request import SamplingParams
 from cadenza.verification.reference import kept_tokens

@@ -11,6 +11,7 @@ from cadenza.backends.xla.runner import XlaRunner
 from cadenza.config import SchedulerLoop
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.scoring_steps import PromptScorerModel
+from cadenza.engine.step_works import WorkOptions
 from cadenza.events import Finished, Token
 from cadenza.models.layer_kind import LayerKind
 from cadenza.request import Request, SamplingParams
@@ -82,7 +83,7 @@ def serve(
         window=WINDOW,
         loop=loop,
         reserved_output=0.0,
-        prompt_scorer=pair.scorer,
+        works=WorkOptions(prompt_scorer=pair.scorer),
     )
     engine = EngineCore(pair.runner, limits, options)
     streams = {engine.submit(each): Stream() for each in requests}

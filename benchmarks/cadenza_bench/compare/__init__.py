@@ -3,5 +3,6 @@
 Modules:
 
 - `options`: flags
-- `rounds`: the order of the rounds, ratios, and what is printed
+- `rounds`: the order of the rounds, and ratios
+- `report`: JSON, text and charts
 """

@@ -6,10 +6,9 @@ a particular backend (import-linter enforces this).
 Modules:
 
 - `base`: the interfaces `Backend` and `Runner`
-- `token_choice`, `token_rules`: sampling, and penalties, biases and bans, over an array library
-- `arrays`, `step_result`: that library, JAX or MLX; the result of a step as one array
-- `fake`, `fake_states`, `fake_images`: a runner that stores tokens in place of KV and
-  of recurrent states, and sees
+- `token_choice`: penalties, biases, bans and sampling over an array library, JAX or MLX
+- `exporting`: a model's step from `xla`, compiled for `iree`
+- `fake`, `fake_memory`: a runner that stores tokens in place of KV, states and images
 """
 
 import platform

@@ -19,7 +19,7 @@ from cadenza.config import Arithmetic, EngineLimits, KVCacheDType, Ops, Quantiza
 from cadenza.kernel_proof import KernelProof
 from cadenza.models.model_config import ModelConfig
 from cadenza.request import Attachment
-from cadenza.weights.dtypes import WeightDType
+from cadenza.weights.weight_format import WeightDType
 from cadenza.weights.weights import Weights
 
 ProductDType = WeightDType | Literal["int8"]
@@ -102,7 +102,7 @@ class BackendTraits:
     unwritten_fill: float = nan
     compiled_for: CompiledSizes | None = None  # None if programs are compiled when they are loaded
     # after which tokens a slot of the dense layout can be continued by another sequence
-    # (`core.slot_prefixes`); None if only pages are shared
+    # (`kv.slot_prefixes`); None if only pages are shared
     slot_unit: int | None = None
     # the model's memory by compute type; None if it follows from its `ModelConfig`
     memory: Mapping[WeightDType, ModelMemory] | None = None

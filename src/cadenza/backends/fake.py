@@ -1,6 +1,6 @@
 """The fake runner for tests, numpy only: it stores tokens in the slots where a model would store
 KV, reads every row's history back through the page table, and returns a hash of it. States, images
-and spans store likewise (`fake_states`, `fake_images`). An error in paging, sharing,
+and spans store likewise (`fake_memory`). An error in paging, sharing,
 chunking, preemption, speculation or encoding therefore changes the output, without a model."""
 
 import hashlib
@@ -12,8 +12,14 @@ import numpy as np
 import numpy.typing as npt
 
 from cadenza.backends.base import Capability
-from cadenza.backends.fake_images import FakeImages, FakeSpans, fake_image_work, fake_span_shape
-from cadenza.backends.fake_states import FakeStates, state_of
+from cadenza.backends.fake_memory import (
+    FakeImages,
+    FakeSpans,
+    FakeStates,
+    fake_image_work,
+    fake_span_shape,
+    state_of,
+)
 from cadenza.batch.image_cost import ImageWork
 from cadenza.batch.step_schema import (
     LAST_SAMPLED,

@@ -1,19 +1,73 @@
-"""`TokenChoice`: chooses a token for each row of logits without sorting the vocabulary: thresholds
-of top-k and top-p by bisection over the bits of an order-preserving integer form. A draw is a
-Gumbel maximum (Gumbel, 1954) whose noise is a hash of the row's key and the token id, so it depends
-on the row alone. Legend: L logit rows · V vocabulary · C columns of the result."""
+"""Tokens of a step from its logits, over an array library, JAX or MLX (`Arrays`): rules, then a
+choice without sorting the vocabulary. A draw is a Gumbel maximum (Gumbel, 1954) whose noise hashes
+the row's key and the token id, so it depends on the row alone. Legend: L logit rows · V vocabulary
+· C columns of the result · N positions of a context · W words of a record of rules."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from cadenza.backends.arrays import Arrays
-from cadenza.backends.step_result import NUM_TOP, STATE_CHOSEN, STATE_NONE_ALLOWED, STATE_NOT_FINITE
-from cadenza.batch.step_schema import NO_RULES, LogitInputs
+import numpy as np
+import numpy.typing as npt
 
+from cadenza.batch import token_rules as words
+from cadenza.batch.step_schema import NO_RULES, Int32Array, LogitInputs, StepOutput
+from cadenza.bounds import MAX_BIASES
+from cadenza.config import MAX_LOGPROBS_BOUND
+from cadenza.request import MAX_BAD_WORD_TOKENS
+
+NUM_TOP = MAX_LOGPROBS_BOUND  # most top log probabilities that a step can report (`--max-logprobs`)
+
+COLUMN_TOKEN, COLUMN_STATE, COLUMN_LOGPROB, COLUMN_RANK, COLUMN_TOP = range(5)
+# Columns of a step's result: token, row state, logprob bits, rank, top ids, top logprob bits.
+NUM_COLUMNS = COLUMN_TOP + 2 * NUM_TOP
+
+# Row states: a logit is NaN or infinite · a token was chosen · the rules allow no token.
+STATE_NOT_FINITE, STATE_CHOSEN, STATE_NONE_ALLOWED = range(3)
+Body = Callable[[Any, Any], Any]
 Rows = LogitInputs[Any]  # the settings of the logit rows [L]
-
 _KEY_BITS = 32
 _SIGN = 1 << 31
+
+
+def read_result(rows: Int32Array, hidden: npt.NDArray[np.float32]) -> StepOutput:
+    top_ids, top_logprobs = np.split(rows[:, COLUMN_TOP:NUM_COLUMNS], 2, axis=1)
+    return StepOutput(
+        token_ids=rows[:, COLUMN_TOKEN],
+        is_finite=rows[:, COLUMN_STATE] != STATE_NOT_FINITE,
+        has_choice=rows[:, COLUMN_STATE] != STATE_NONE_ALLOWED,
+        logprobs=rows[:, COLUMN_LOGPROB].view(np.float32),
+        ranks=rows[:, COLUMN_RANK],
+        top_ids=top_ids,
+        top_logprobs=top_logprobs.view(np.float32),
+        hidden=hidden,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrays:
+    """An array library."""
+
+    xp: Any  # `jax.numpy` or `mlx.core`
+    # a setting of the rows, which may be a host array, as an array of `xp`
+    on_device: Callable[[Any], Any]
+    # `either(condition, then, otherwise)` calls one of the two functions
+    either: Callable[[Any, Callable[[], Any], Callable[[], Any]], Any]
+    # `repeat(count, body, state)` is the state after `body(index, state)` for each index
+    repeat: Callable[[int, Body, Any], Any]
+    # `repeat_while(condition, body, state)` likewise, while `condition(state)`. It may call `body`
+    # further times: this must then leave the state as it is.
+    repeat_while: Callable[[Callable[[Any], Any], Callable[[Any], Any], Any], Any]
+    # `set_at(array, indices, values)` is the array with elements set
+    set_at: Callable[[Any, Any, Any], Any]
+    # `spread(shape, dtype, ids, values)` is zeros [L, V] with the values at ids [L, ·] of each row;
+    # ids of V are ignored
+    spread: Callable[[tuple[int, int], Any, Any, Any], Any]
+    # the same with the sum of the values of equal ids
+    spread_sum: Callable[[tuple[int, int], Any, Any, Any], Any]
+
+    def word(self, value: int) -> Any:
+        return self.xp.array(value, self.xp.uint32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +77,9 @@ class TokenChoice:
     arrays: Arrays
 
     def choose_tokens(self, logits: Any, rows: Rows, ruled: Any = None) -> Any:
-        """Logits [L, V] float32 to the step's int32 result [L, C] (columns: `step_result`). Tokens
-        are chosen from `ruled` [L, V] (default: `logits`); log probabilities and ranks come from
-        `logits`. A row with a target reports that token."""
+        """Logits [L, V] float32 to the step's int32 result [L, C]. Tokens are chosen from `ruled`
+        [L, V] (default: `logits`); log probabilities and ranks come from `logits`. A row with a
+        target reports that token."""
         xp, on_device = self.arrays.xp, self.arrays.on_device
         choices = logits if ruled is None else ruled
         greedy = xp.argmax(choices, axis=-1).astype(xp.int32)  # ties: the lowest id
@@ -155,3 +209,81 @@ class TokenChoice:
         values = xp.zeros((len(logits), NUM_TOP), xp.float32)
         _, ids, values = self.arrays.repeat(NUM_TOP, take, (logits, ids, values))
         return ids, values
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRules:
+    """Applies a row's record of rules to its logits, in this order: bans (tokens that are not
+    allowed, that would complete a bad word, and stop tokens before the minimum length); biases; the
+    repetition penalty on tokens of the context; the frequency penalty for each occurrence in the
+    output; the presence penalty once for each token of it."""
+
+    arrays: Arrays
+
+    def apply(self, logits: Any, records: Any, context: Any, lengths: Any) -> Any:
+        """Applies records [L, W] to logits [L, V]. `context` [L, N] has the tokens before each
+        row's position `lengths` [L], then NONE."""
+        xp, vocab_size = self.arrays.xp, logits.shape[1]
+        banned = self._not_allowed(records, vocab_size)
+        ends = self._bad_word_ends(records, context, lengths)
+        banned = banned | self._members(ends, vocab_size)
+        stops = records[:, words.STOPS : words.STOPS + words.MAX_STOPS]
+        is_early = (lengths < records[:, words.STOPS_FROM])[:, None]
+        banned = banned | self._members(xp.where(is_early, stops, words.NONE), vocab_size)
+        values = xp.where(banned, -xp.inf, logits)
+        values = values + self._biases(records, vocab_size)
+        return self._penalised(values, records, context, lengths)
+
+    def _not_allowed(self, records: Any, vocab_size: int) -> Any:
+        tokens = self.arrays.xp.arange(vocab_size)
+        mask = records[:, words.MASK + tokens // 32] >> (tokens % 32)  # [L, V]
+        return (records[:, words.HAS_MASK] > 0)[:, None] & (mask & 1 == 0)
+
+    def _members(self, token_ids: Any, vocab_size: int) -> Any:
+        xp = self.arrays.xp
+        columns = xp.where(token_ids < 0, vocab_size, token_ids)
+        return self.arrays.spread((len(token_ids), vocab_size), xp.bool_, columns, True)
+
+    def _bad_word_ends(self, records: Any, context: Any, lengths: Any) -> Any:
+        """The last token of each bad word whose other tokens end the output, else NONE: [L, B]."""
+        xp = self.arrays.xp
+        num_prompt = records[:, words.NUM_PROMPT]
+        listed = records[:, words.BAD_WORDS : words.BAD_WORDS + MAX_BAD_WORD_TOKENS]  # [L, B]
+        rows = xp.arange(len(listed))[:, None]
+        columns = xp.arange(MAX_BAD_WORD_TOKENS)[None, :]
+        following = xp.concatenate([listed[:, 1:], xp.full_like(listed[:, :1], words.NONE)], axis=1)
+        is_end = (listed >= 0) & (following < 0)
+
+        def look_back(state: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+            distance, is_open, is_met = state
+            wanted = listed[rows, xp.maximum(columns - distance, 0)]
+            at = lengths - distance  # [L]
+            came = context[rows, xp.maximum(at, 0)[:, None]]
+            is_same = (wanted == came) & (at >= num_prompt)[:, None]
+            is_over = is_open & (wanted < 0)
+            return distance + 1, is_open & ~is_over & is_same, is_met | is_over
+
+        start = (xp.array(1, xp.int32), is_end, xp.zeros_like(is_end))
+        state = self.arrays.repeat_while(lambda state: xp.any(state[1]), look_back, start)
+        return xp.where(state[2], listed, words.NONE)
+
+    def _biases(self, records: Any, vocab_size: int) -> Any:
+        xp = self.arrays.xp
+        ids = records[:, words.BIAS_IDS : words.BIAS_IDS + MAX_BIASES]
+        bits = records[:, words.BIAS_VALUES : words.BIAS_VALUES + MAX_BIASES]
+        columns = xp.where(ids < 0, vocab_size, ids)
+        values = bits.view(xp.float32)
+        return self.arrays.spread((len(ids), vocab_size), xp.float32, columns, values)
+
+    def _penalised(self, values: Any, records: Any, context: Any, lengths: Any) -> Any:
+        xp, vocab_size, first = self.arrays.xp, values.shape[1], words.PRESENCE
+        penalties = records[:, first : first + 3].view(xp.float32)
+        presence, frequency, repetition = (penalties[:, i, None] for i in range(3))
+        is_output = xp.arange(context.shape[1]) >= records[:, words.NUM_PROMPT, None]
+        is_output = is_output & (xp.arange(context.shape[1]) < lengths[:, None])
+        columns = xp.where(context < 0, vocab_size, context)
+        counts = self.arrays.spread_sum(values.shape, xp.int32, columns, is_output.astype(xp.int32))
+        repeated = xp.where(values > 0, values / repetition, values * repetition)
+        values = xp.where(self._members(context, vocab_size), repeated, values)
+        values = values - frequency * counts.astype(xp.float32)
+        return values - presence * (counts > 0)

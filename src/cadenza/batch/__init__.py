@@ -11,7 +11,7 @@ Modules:
 - `step_schema`: every per-step field, declared once; uploads and views follow
 - `packing`: a `Batch` becomes `ModelInputs`
 - `token_rules`: a row's penalties, biases and bans as one record
-- `prompt_rows`: positions of a prompt that still need a logit row; embeddings
+- `prompt`: which tokens of a prompt are computed, its spans, its logit rows; embeddings
 - `draw_keys`: keys of random draws
 - `recurrent_state`: the state slots of one sequence, and the snapshots that it wants
 """

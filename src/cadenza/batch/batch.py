@@ -82,8 +82,8 @@ class BatchEntry:
             sequence.num_pending_tokens += self.num_choices
         self.num_new_tokens += num_drafts
         sequence.num_computed_tokens = end = end + num_drafts
-        if sequence.prompt_rows is not None:
-            self.prompt_rows = sequence.prompt_rows.launch(self.start, end)
+        if sequence.prompt.rows is not None:
+            self.prompt_rows = sequence.prompt.rows.launch(self.start, end)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +165,7 @@ class Batch:
             self.has_drafts = True
         if num_choices and sequence.constraint is not None:
             self.needs_masks = True
-        if sequence.pool is not None:
+        if sequence.prompt.pool is not None:
             self.has_pooled = True
         if entry.images:
             self.has_images = True
@@ -204,7 +204,7 @@ class Batch:
         ):
             for entry, count in zip(self.entries, num_rows, strict=True):
                 start, stop = stop, stop + count
-                if entry.sequence.pool is not None:
+                if entry.sequence.prompt.pool is not None:
                     found += range(start, stop)
         return found
 

@@ -195,7 +195,7 @@ class Packer:
             self._prompt_lens[row] = sequence.num_prompt_tokens
             self._num_skipped[row] = sequence.num_skipped_tokens
             self._decode_starts[row] = _decode_start(sequence)
-            self._has_spans |= bool(sequence.whole_spans)
+            self._has_spans |= bool(sequence.prompt.spans)
             self._mixed_seeds[row] = mix_seeds(np.array([sequence.seed], np.uint64))[0]
             self._masks[row] = None
             record = self._rule_layout.encode(sequence)
@@ -297,7 +297,7 @@ def _write_states(inputs: ModelInputs, batch: Batch) -> None:
 def _write_reaches(inputs: ModelInputs, batch: Batch) -> None:
     for entry in batch.entries:
         offset = inputs.rows.query_starts[entry.row] - entry.start
-        for start, stop in entry.sequence.whole_spans:
+        for start, stop in entry.sequence.prompt.spans:
             inside = slice(offset + max(start, entry.start), offset + min(stop, entry.end))
             if inside.start < inside.stop:
                 inputs.tokens.reaches[inside] = stop - 1
@@ -317,7 +317,7 @@ def _write_indices(inputs: ModelInputs, batch: Batch, window: int | None) -> Non
     """Rope positions of pruned prompts' tokens, and the first token that window layers show
     each."""
     for entry in batch.entries:
-        kept = entry.sequence.kept
+        kept = entry.sequence.prompt.kept
         if kept is None or not kept.num_skipped:
             continue
         first = inputs.rows.query_starts[entry.row]
@@ -341,7 +341,7 @@ def _write_prompt_rows(inputs: ModelInputs, batch: Batch) -> None:
         stop = places.stop
         logits.rows[places] = entry.row
         logits.positions[places] = positions
-        if sequence.pool is not None:
+        if sequence.prompt.pool is not None:
             continue
         logits.targets[places] = sequence.token_ids[positions.start : positions.stop]
         logits.num_logprobs[places] = sequence.params.prompt_logprobs

@@ -6,13 +6,11 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-from cadenza.batch.prompt_rows import Pool, PromptRowsProgress
+from cadenza.batch.prompt import Prompt
 from cadenza.batch.recurrent_state import SequenceState
-from cadenza.batch.whole_spans import WholeSpan
 from cadenza.drafting.drafts import Drafting
-from cadenza.events import CacheMiss, FinishReason, WholePromptReason
+from cadenza.events import CacheMiss, FinishReason
 from cadenza.request import Request, SamplingParams
-from cadenza.sparse_prefill import KeptTokens
 from cadenza.structured import Constraint
 from cadenza.tenant import Tenant
 
@@ -64,11 +62,7 @@ class Sequence:
     max_num_tokens: int
     stop_token_ids: frozenset[int]
     token_ids: list[int]  # the prompt, or what is kept of it, and all tokens read back so far
-    # the tokens that are computed of a pruned prompt; a position is a place among these. None while
-    # they are not known, and where the whole prompt is computed.
-    kept: KeptTokens | None = None
-    # why it is, although its request has a sparse prefill
-    whole_because: WholePromptReason | None = None
+    prompt: Prompt = field(default_factory=Prompt)
     arrived_s: float = 0.0  # when it was submitted, by the engine's clock
     sample: int = 0
     siblings: list["Sequence"] = field(default_factory=list["Sequence"])
@@ -104,11 +98,6 @@ class Sequence:
     # the recurrent state of its row; None without one, and while it has no row
     state: SequenceState | None = None
     num_preemptions: int = 0
-    # of its prompt; empty if its tokens attend to earlier ones only
-    whole_spans: tuple[WholeSpan, ...] = ()
-    # None if none are needed but that of the prompt's last token
-    prompt_rows: PromptRowsProgress | None = None
-    pool: Pool | None = None  # of its hidden states; None if it is not pooled
     drafting: Drafting | None = None  # None if its steps verify no drafts
     # has accepted its generated tokens; None if every token is allowed
     constraint: Constraint | None = None
@@ -126,19 +115,21 @@ class Sequence:
     @property
     def num_prompt_tokens(self) -> int:
         """Those that are computed."""
-        kept = self.kept
+        kept = self.prompt.kept
         return len(self.request.prompt_token_ids) if kept is None else kept.num_tokens
 
     @property
     def num_skipped_tokens(self) -> int:
         """By how much the index of a generated token exceeds its position."""
-        return 0 if self.kept is None else self.kept.num_skipped
+        kept = self.prompt.kept
+        return 0 if kept is None else kept.num_skipped
 
     @property
     def awaits_kept(self) -> bool:
         """True while it is not known which tokens of its prompt are computed."""
-        is_thinned = self.request.sparse_prefill is not None
-        return is_thinned and self.kept is None and self.whole_because is None
+        prompt = self.prompt
+        is_pruned = self.request.sparse_prefill is not None
+        return is_pruned and prompt.kept is None and prompt.whole_reason is None
 
     @property
     def num_tokens(self) -> int:
@@ -216,21 +207,11 @@ class Sequence:
     @property
     def needs_prompt_rows(self) -> bool:
         """True while logit rows of the prompt are missing; it must then be computed."""
-        return self.prompt_rows is not None and not self.prompt_rows.is_complete
+        rows = self.prompt.rows
+        return rows is not None and not rows.is_complete
 
     def _running_siblings(self) -> list["Sequence"]:
         return [each for each in self.siblings if each.status is SequenceStatus.RUNNING]
-
-    def thin_out(self, kept: KeptTokens) -> None:
-        """Makes it one over the tokens of its prompt that are kept; nothing is computed yet."""
-        assert self.awaits_kept, "its prompt is thinned out once, or not at all"
-        assert kept.num_prompt_tokens == len(self.token_ids), "the kept tokens are another prompt's"
-        self.token_ids = [*kept.of_prompt(self.token_ids)]
-        self.max_num_tokens -= kept.num_skipped
-        self.kept = kept
-        # What was looked up so far was the whole prompt.
-        self.page_keys = []
-        self.awaited_key = None
 
     def append(self, token_id: int) -> FinishReason | None:
         """The finish reason: a stop token at the maximum length counts as "stop", as does one after
@@ -270,5 +251,5 @@ class Sequence:
         self.published_serial = 0
         self.num_sent_pages = 0
         self.state = None
-        if self.prompt_rows is not None:
-            self.prompt_rows.rewind()
+        if self.prompt.rows is not None:
+            self.prompt.rows.rewind()

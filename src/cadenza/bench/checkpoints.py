@@ -17,7 +17,7 @@ from cadenza.checkpoint.random_checkpoint import Shape, read_shape, write_random
 from cadenza.checkpoint.tokenizer_files import TOKENIZER_FILE
 from cadenza.errors import CheckpointError
 from cadenza.models.declaration import count_parameters
-from cadenza.weights.dtypes import WeightDType, item_bytes
+from cadenza.weights.weight_format import WeightDType, item_bytes
 
 _POLL_S = 0.2
 _DIGEST_DIGITS = 12

@@ -14,7 +14,7 @@ from cadenza.json_object import JsonObject, read_small_file, shorten
 from cadenza.models.config_json import parse_model_config
 from cadenza.models.families import FAMILIES
 from cadenza.models.model_config import ModelConfig
-from cadenza.models.name_rules import LAYER, REST, NameRule
+from cadenza.weights.weights import LAYER, REST, NameRule
 
 DESCRIPTION_FILE = "cadenza.toml"
 MAX_DESCRIPTION_BYTES = 1 << 20

@@ -1,9 +1,13 @@
-"""An opened model, `Checkpoint`, and the reader of folders in the Hugging Face layout. The weights
-of a `Checkpoint` match its config; opening reads only their headers and executes nothing from the
-folder."""
+"""An opened model, `Checkpoint`, the reader of folders in the Hugging Face layout, and
+`writing_folder`. The weights of a `Checkpoint` match its config; opening reads only their headers
+and executes nothing from the folder. A folder that is written appears complete or not at all."""
 
 import hashlib
-from collections.abc import Callable
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -11,16 +15,24 @@ from typing import Literal
 from cadenza.checkpoint.described_family import Description, read_description
 from cadenza.checkpoint.formats import SETTINGS, apply_scheme, read_scheme
 from cadenza.checkpoint.generation_defaults import (
+    DefaultPooling,
     GenerationDefaults,
     parse_generation_defaults,
+    read_default_pooling,
     read_generation_config,
 )
-from cadenza.checkpoint.pooling_files import DefaultPooling, read_default_pooling
 from cadenza.checkpoint.stacked_experts import split_stacks
 from cadenza.checkpoint.tokenizer_files import TokenizerFiles, read_tokenizer_files
 from cadenza.errors import CheckpointError
 from cadenza.json_object import JsonObject, parse_json_object, read_small_file
-from cadenza.models.config_json import CONFIG_FILE, parse_model_config, read_token_ids
+from cadenza.models.config_json import (
+    CONFIG_FILE,
+    ModelOutline,
+    outline_of,
+    parse_model_config,
+    read_outline,
+    read_token_ids,
+)
 from cadenza.models.declaration import (
     EMBEDDING,
     HEAD,
@@ -29,16 +41,14 @@ from cadenza.models.declaration import (
     declare_final_norm,
 )
 from cadenza.models.model_config import ModelConfig
-from cadenza.models.name_rules import by_rules
-from cadenza.models.outline import ModelOutline, outline_of, read_outline
 from cadenza.models.score_head import SCORE_NAMES, ScoreHead, read_score_head
 from cadenza.models.towers.reader import VisionOptions, read_processor_settings
 from cadenza.models.towers.registry import NO_TOWER, read_vision, reader_of
 from cadenza.models.wrapped_text import names_of_text, unwrap_config
 from cadenza.text.tokens.tokenizer import TokenizerSource
-from cadenza.weights.dtypes import WeightDType, as_weight_dtype
 from cadenza.weights.stored_tensor import StoredScheme
-from cadenza.weights.weights import Weights, open_weights, usual_names
+from cadenza.weights.weight_format import WeightDType, as_weight_dtype
+from cadenza.weights.weights import Weights, by_rules, open_weights, usual_names
 
 MAX_CONFIG_BYTES = 4 << 20
 
@@ -262,3 +272,33 @@ def unite_eos(
         found.update(read_token_ids(raw, "eos_token", vocab_size))
     found.update(token_id for token_id in tokenizer.end_token_ids if token_id < vocab_size)
     return tuple(sorted(found))
+
+
+_SMALL_FILES = (".json", ".jinja", ".txt", ".model", ".tiktoken")
+_NOTICES = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")
+
+
+@contextmanager
+def writing_folder(out: Path) -> Generator[Path]:
+    """A folder to write, which becomes `out`, new or empty, at the end. Raises CheckpointError if
+    `out` is not empty or cannot be written."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise CheckpointError(f"{str(out)!r} exists and is not an empty folder; name another one")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as name:
+            folder = Path(name) / "folder"
+            folder.mkdir()
+            yield folder
+            os.replace(folder, out)
+    except OSError as error:
+        raise CheckpointError(f"{str(out)!r} cannot be written: {error.strerror}") from error
+
+
+def copy_small_files(source: Path, target: Path) -> None:
+    """Copies tokenizer, template, generation settings and notices, not config.json."""
+    for path in sorted(source.iterdir()):
+        is_small = path.suffix in _SMALL_FILES or path.name.startswith(_NOTICES)
+        is_replaced = path.name == CONFIG_FILE or path.name.endswith(".index.json")
+        if path.is_file() and is_small and not is_replaced:
+            shutil.copyfile(path, target / path.name)

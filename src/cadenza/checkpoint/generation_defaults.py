@@ -1,15 +1,18 @@
-"""The recommended sampling settings of a model: `GenerationDefaults`. Owns the keys of
-generation_config.json, and what is assumed of a file without recommendations. A key that would
-change sampling is either a field here or named in `unapplied`."""
+"""What requests that say nothing get: `GenerationDefaults`, recommended sampling by
+generation_config.json, and `DefaultPooling`, of embeddings, by sentence-transformers files. A key
+that would change sampling is a field here or named in `unapplied`; no file of pooling keeps a model
+from being opened."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from cadenza.bounds import NumberBound
-from cadenza.json_object import JsonObject, read_json_object
-from cadenza.request import PARAMETERS
+from cadenza.errors import CheckpointError
+from cadenza.json_object import JsonObject, read_json_object, read_small_file, shorten
+from cadenza.request import PARAMETERS, Pooling
 
 GENERATION_FILE = "generation_config.json"
 
@@ -110,3 +113,82 @@ def _recommended(raw: JsonObject, key: str, bound: NumberBound) -> Any:
         return raw.number(key, bound.low, bound.high)
     least = 1 if key == "max_new_tokens" else int(bound.low)
     return raw.integer(key, least, int(bound.high))
+
+
+MODULES_FILE = "modules.json"
+POOLING_FILE = "1_Pooling/config.json"
+MAX_MODULES_BYTES = 1 << 16
+
+_MODES: dict[str, Pooling | None] = {
+    "pooling_mode_cls_token": None,
+    "pooling_mode_lasttoken": "last",
+    "pooling_mode_max_tokens": None,
+    "pooling_mode_mean_sqrt_len_tokens": None,
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_weightedmean_tokens": None,
+}
+_NAMED_MODES: dict[str, Pooling] = {"lasttoken": "last", "mean": "mean"}
+_MEAN = "pooling_mode_mean_tokens"
+_MODULES = ("Transformer", "Pooling", "Normalize")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DefaultPooling:
+    """The pooling of requests that name none; None, because of `reason`, if they must name one."""
+
+    pooling: Pooling | None = "last"
+    reason: str = ""
+
+
+def read_default_pooling(folder: Path) -> DefaultPooling:
+    """None of a folder without such files."""
+    try:
+        return _read(folder)
+    except CheckpointError as error:  # generation needs none of them
+        return DefaultPooling(pooling=None, reason=str(error))
+
+
+def _read(folder: Path) -> DefaultPooling:
+    """Raises CheckpointError."""
+    odd = _odd_module(folder / MODULES_FILE)
+    if odd is not None:
+        reason = f"{MODULES_FILE} has the module {shorten(odd)}, which is not built"
+        return DefaultPooling(pooling=None, reason=reason)
+    path = folder / POOLING_FILE
+    return _pooling_of(read_json_object(path)) if path.exists() else DefaultPooling()
+
+
+def _pooling_of(config: JsonObject) -> DefaultPooling:
+    named = config.text("pooling_mode")
+    if named is not None:
+        modes = [named]
+        pooling = _NAMED_MODES.get(named)
+    else:
+        modes = [mode for mode in _MODES if config.flag(mode, mode == _MEAN)]
+        pooling = _MODES[modes[0]] if len(modes) == 1 else None
+    if pooling is not None:
+        return DefaultPooling(pooling=pooling)
+    shown = " and ".join(map(shorten, modes)) or "no pooling"
+    return DefaultPooling(
+        pooling=None, reason=f"{POOLING_FILE} asks for {shown}, which is not built"
+    )
+
+
+def _odd_module(path: Path) -> str | None:
+    """The type of a module that changes embeddings in another way than pooling does."""
+    if not path.exists():
+        return None
+    try:
+        modules: object = json.loads(read_small_file(path, max_bytes=MAX_MODULES_BYTES))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path.name} is not valid JSON; fetch the file again") from error
+    listed = cast(list[object], modules) if isinstance(modules, list) else [modules]
+    for module in listed:
+        known = cast(dict[str, object], module) if isinstance(module, dict) else {}
+        kind = known.get("type")
+        if not isinstance(kind, str):
+            shown = shorten(cast(object, module))
+            raise CheckpointError(f"{path.name} holds {shown}; it must list modules")
+        if kind.rpartition(".")[2] not in _MODULES:
+            return kind
+    return None

@@ -32,7 +32,8 @@ from cadenza.errors import CheckpointError, show_size
 from cadenza.json_object import read_json_object
 from cadenza.models.config_json import CONFIG_FILE, parse_model_config
 from cadenza.text.tokens.tokenizer import MAX_TOKENIZER_BYTES
-from cadenza.weights.weights import INDEX_FILE, MTP_FILE, SINGLE_FILE, read_shard_names
+from cadenza.weights.safetensors_file import INDEX_FILE, MTP_FILE, SINGLE_FILE
+from cadenza.weights.weights import read_shard_names
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi

@@ -1,6 +1,7 @@
 """The models in the hub's local cache: `HubCache` lists and removes them. Other tools share the
 cache: only what is named is removed; files that another revision has too stay."""
 
+import re
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -10,6 +11,13 @@ from cadenza.errors import CheckpointError, InvalidRequestError
 
 if TYPE_CHECKING:
     from huggingface_hub import HFCacheInfo
+
+_MAIN = Path("refs", "main")
+_SNAPSHOTS = "snapshots"
+_CACHED = "models--"
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_MAX_REF_BYTES = 256
+_MAX_SNAPSHOTS = 1000
 
 SHORTEST_COMMIT = 6  # digits of a commit that identify it
 
@@ -110,3 +118,36 @@ class HubCache:
             return None
         except ValueError as error:  # a file in the folder's place
             raise CheckpointError(f"the hub's cache cannot be read: {error}") from error
+
+
+def main_snapshot(folder: Path) -> Path:
+    """The snapshot of the branch `main` in a folder of the hub's cache, `models--owner--name`; any
+    other folder is itself. Raises CheckpointError if such a folder has no snapshot of `main`, and
+    not just one."""
+    name = folder.absolute().name
+    if not name.startswith(_CACHED) or not (folder / _SNAPSHOTS).is_dir():
+        return folder
+    snapshots = folder / _SNAPSHOTS
+    commit = _read_ref(folder / _MAIN)
+    if commit is not None and (snapshots / commit).is_dir():
+        return snapshots / commit
+    try:
+        names = [each.name for each in snapshots.iterdir() if each.is_dir()][:_MAX_SNAPSHOTS]
+    except OSError:
+        names = []
+    if len(names) == 1:
+        return snapshots / names[0]
+    found = "has no snapshot" if not names else f"has {len(names)} snapshots and none of main"
+    raise CheckpointError(
+        f"the folder {name} of the hub's cache {found}; name the model as "
+        f"{name.removeprefix(_CACHED).replace('--', '/')}, or one of the folders in {_SNAPSHOTS}/"
+    )
+
+
+def _read_ref(path: Path) -> str | None:
+    try:
+        with path.open("rb") as file:
+            commit = file.read(_MAX_REF_BYTES).decode("ascii", "replace").strip()
+    except OSError:
+        return None
+    return commit if _COMMIT.fullmatch(commit) else None

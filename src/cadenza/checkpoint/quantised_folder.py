@@ -10,17 +10,15 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from cadenza.checkpoint.folder import Checkpoint, OnProgress
-from cadenza.checkpoint.formats.at_load import format_at_load, is_float_until_load
-from cadenza.checkpoint.new_folder import copy_small_files, writing_folder
+from cadenza.checkpoint.folder import Checkpoint, OnProgress, copy_small_files, writing_folder
+from cadenza.checkpoint.formats.methods import format_at_load, is_float_until_load
 from cadenza.config import Quantization
 from cadenza.errors import CheckpointError
 from cadenza.json_object import read_json_object
 from cadenza.models.config_json import CONFIG_FILE
 from cadenza.models.declaration import declare
-from cadenza.weights.dtypes import as_weight_dtype
 from cadenza.weights.quantised_weight import quantise_int4, quantise_int8
-from cadenza.weights.safetensors_writer import (
+from cadenza.weights.safetensors_file import (
     DEFAULT_SHARD_BYTES,
     NewTensor,
     Part,
@@ -28,7 +26,7 @@ from cadenza.weights.safetensors_writer import (
 )
 from cadenza.weights.stored_tensor import AnyArray
 from cadenza.weights.tensor_spec import TensorSpec
-from cadenza.weights.weight_format import GROUP
+from cadenza.weights.weight_format import GROUP, as_weight_dtype
 
 _BITS = {"int8": 8, "int4": 4}
 

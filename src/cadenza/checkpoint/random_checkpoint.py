@@ -33,8 +33,7 @@ from cadenza.models.towers.reader import (
 )
 from cadenza.models.towers.registry import READERS, read_vision
 from cadenza.models.wrapped_text import TEXT_CONFIG, outer_name
-from cadenza.weights.dtypes import FORMAT_OF_NAME, WeightDType
-from cadenza.weights.safetensors_writer import (
+from cadenza.weights.safetensors_file import (
     DEFAULT_SHARD_BYTES,
     NewTensor,
     Part,
@@ -42,6 +41,7 @@ from cadenza.weights.safetensors_writer import (
 )
 from cadenza.weights.stored_tensor import AnyArray
 from cadenza.weights.tensor_spec import TensorSpec
+from cadenza.weights.weight_format import FORMAT_OF_NAME, WeightDType
 
 _PROCESSOR = "image_processor"
 

@@ -11,10 +11,10 @@ import numpy as np
 from cadenza.errors import CheckpointError
 from cadenza.models.declaration import declare_layer
 from cadenza.models.model_config import ModelConfig
-from cadenza.weights.dtypes import FORMAT_OF_NAME
-from cadenza.weights.safetensors_writer import NewTensor, Part
+from cadenza.weights.safetensors_file import NewTensor, Part
 from cadenza.weights.stored_tensor import AnyArray, StoredTensor, StoredWeight
 from cadenza.weights.tensor_spec import ExpertMLPSpec, LinearSpec, ParallelMLPSpec
+from cadenza.weights.weight_format import FORMAT_OF_NAME
 from cadenza.weights.weights import Stored, Weights
 
 # The axes of a stack: [X, N, K]; [X, K, N]; [X, K, N], and biases [X, N], with the outputs of gate

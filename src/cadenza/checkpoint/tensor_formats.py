@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable
 from cadenza.config import Quantization
 from cadenza.models.declaration import declare, declare_operands
 from cadenza.models.model_config import ModelConfig
-from cadenza.weights.dtypes import WeightDType
 from cadenza.weights.tensor_spec import TensorKind, TensorSpec
 from cadenza.weights.weight_format import (
     FLOAT_FORMATS,
     INT4,
     INT8,
+    WeightDType,
     WeightFormat,
     joined,
     panel_formats,

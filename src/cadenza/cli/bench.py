@@ -19,7 +19,7 @@ from cadenza.config import MAX_SEED
 from cadenza.errors import ConfigError
 
 if TYPE_CHECKING:
-    from cadenza.weights.dtypes import WeightDType
+    from cadenza.weights.weight_format import WeightDType
 
 NAMES = (
     *("throughput", "serve", "batching", "compare", "spec-prefill", "roofline", "startup"),
@@ -78,7 +78,7 @@ def bench_make_checkpoint(
     """Write random weights of a shape, in Hugging Face's layout."""
     from cadenza.bench.checkpoints import make_checkpoint, random_weights
     from cadenza.cli.report import bytes_text
-    from cadenza.weights.dtypes import WEIGHT_DTYPES
+    from cadenza.weights.weight_format import WEIGHT_DTYPES
 
     if dtype is not None and dtype not in WEIGHT_DTYPES:
         raise ConfigError(f"--dtype {dtype!r} is not one of {', '.join(WEIGHT_DTYPES)}")
@@ -91,7 +91,7 @@ def bench_make_checkpoint(
 
 def commands() -> Mapping[str, BenchCommand]:
     """All subcommands, by name; without the laboratory's where that is not installed."""
-    from cadenza.cli.bench_report import bench_serve
+    from cadenza.cli.bench_serve import bench_serve
 
     found = {
         "throughput": BenchCommand(

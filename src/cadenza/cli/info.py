@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from cadenza.loading.engine_plan import EnginePlan
     from cadenza.loading.planned_engine import PlannedEngine
     from cadenza.models.model_config import ModelConfig
-    from cadenza.sparse_prefill import SpecPrefillConfig
+    from cadenza.spec_prefill_config import SpecPrefillConfig
 
 MeasureFlag = Annotated[
     bool,
@@ -108,7 +108,7 @@ def _measured(checkpoint: "Checkpoint", plan: "EnginePlan", config: EngineConfig
 def _measured_gains(engine: "PlannedEngine", target: "StepCost") -> Facts:
     """As `_sparse_prompts` has them, by steps of the draft model that are measured now."""
     from cadenza.engine.calibration import measure_step_cost
-    from cadenza.loading.sparse_gain import cost_of_steps, gains_table
+    from cadenza.loading.draft import cost_of_steps, gains_table
 
     scorer, chosen, limits = engine.load_scorer(), engine.config.sparse_prompts, engine.plan.limits
     if scorer is None or chosen is None:
@@ -125,7 +125,7 @@ def _measured_gains(engine: "PlannedEngine", target: "StepCost") -> Facts:
 
 def _show_refused(name: str, reason: str, *, as_json: bool) -> None:
     """The survey of a folder that cannot be loaded, before the error that ends the command."""
-    from cadenza.checkpoint.survey import survey_folder
+    from cadenza.checkpoint.opening import survey_folder
 
     verdict = {"name": name, "is_supported": False, "reason": reason}
     survey = survey_folder(Path(name))
@@ -234,7 +234,7 @@ def _page_folder(config: EngineConfig) -> Facts:
     """The folder of stored prefixes, where the options name one, and the bytes that it may take."""
     if config.prefix_cache_disk is None:
         return {}
-    from cadenza.loading.page_folder import max_folder_bytes
+    from cadenza.loading.planned_engine import max_folder_bytes
 
     return {
         "stored_prefixes": {
@@ -268,7 +268,7 @@ def _speculation(plan: "EnginePlan", config: EngineConfig) -> Facts:
 def _sparse_prompts(checkpoint: "Checkpoint", plan: "EnginePlan", config: EngineConfig) -> Facts:
     """How prompts are pruned, where the options ask for it, and how much sooner their first tokens
     are predicted to come, by the shapes of the two models."""
-    from cadenza.loading.sparse_gain import cost_of_shape, gains_table
+    from cadenza.loading.draft import cost_of_shape, gains_table
 
     chosen, scorer = config.sparse_prompts, plan.scorer
     if chosen is None or scorer is None:
@@ -290,7 +290,7 @@ def _sparse_prompts(checkpoint: "Checkpoint", plan: "EnginePlan", config: Engine
 
 
 def _keeps(chosen: "SpecPrefillConfig") -> tuple[float, ...]:
-    from cadenza.loading.sparse_gain import SHOWN_KEEPS
+    from cadenza.loading.draft import SHOWN_KEEPS
 
     return tuple(dict.fromkeys((chosen.keep, *SHOWN_KEEPS)))
 
@@ -357,7 +357,7 @@ def _scheme(checkpoint: "Checkpoint") -> dict[str, str | None]:
 
 def _files(checkpoint: "Checkpoint") -> dict[str, int]:
     """Name to size in bytes: of a folder's files, or of those of a GGUF model."""
-    from cadenza.checkpoint.survey import list_files
+    from cadenza.checkpoint.opening import list_files
 
     if checkpoint.format == "gguf":
         return {file.name: len(file.data) for file in checkpoint.weights.files}

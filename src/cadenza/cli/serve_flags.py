@@ -15,7 +15,7 @@ from cadenza.errors import ConfigError
 from cadenza.option import flag
 
 if TYPE_CHECKING:
-    from cadenza.server.fields.unknown_members import UnknownFields
+    from cadenza.server.fields.body import UnknownFields
     from cadenza.server.http.listening import Address
     from cadenza.server.service import ServerOptions
 
@@ -216,8 +216,7 @@ class AcceptedFlags:
 
 
 def server_options(flags: ServeFlags) -> "ServerOptions":
-    from cadenza.media.addresses import AllowedHosts
-    from cadenza.media.fetching import MediaFetcher
+    from cadenza.media.fetching import AllowedHosts, MediaFetcher
     from cadenza.server.access import ApiKeys, Cors, Hosts, read_keys
     from cadenza.server.limits import ServerLimits
     from cadenza.server.response_store import StoreBounds

@@ -25,8 +25,9 @@ ANY_NAME = "*"
 
 if TYPE_CHECKING:
     from cadenza.checkpoint.folder import Checkpoint
+    from cadenza.engine.process.child_process import EngineChild
     from cadenza.engine.process.launch import FirstLaunch
-    from cadenza.engine.process.process_link import EngineChild, ProcessLink, ProcessOptions
+    from cadenza.engine.process.process_link import ProcessLink, ProcessOptions
     from cadenza.frontend.answers import AnswerParsers
     from cadenza.frontend.text_frontend import TextFrontend
     from cadenza.server.served_model import ModelNames, ServedModel
@@ -265,7 +266,7 @@ def shared_out(
     run side by side, of `num_models` at the same time. Replicas on cards or machines of their own
     share nothing. Raises ConfigError where their weights do not fit together."""
     from cadenza.loading.memory import available_memory_bytes
-    from cadenza.loading.memory_shares import memory_shares, weight_bytes_of
+    from cadenza.loading.plan import memory_shares, weight_bytes_of
 
     num_copies = max(Counter(each.device for each in places if each.is_local).values(), default=1)
     num_engines = num_models * num_copies

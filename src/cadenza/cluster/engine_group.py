@@ -24,10 +24,11 @@ from cadenza.cluster.router import Route, Router
 from cadenza.config import EngineLimits
 from cadenza.engine.batch_engine import Clock, Emit
 from cadenza.engine.front import SHUT_DOWN, UNAVAILABLE, EngineFront
-from cadenza.engine.open_requests import EngineLoad, RequestStats
+from cadenza.engine.open_requests import EngineLoad
 from cadenza.engine.process.recovery import MOST_LOSSES
 from cadenza.engine.request_check import CheckedRequest, RequestCheck, request_of
 from cadenza.engine.request_ids import ids_of
+from cadenza.engine.request_stats import RequestStats
 from cadenza.engine.route_report import RouteReport
 from cadenza.engine.stats import EngineStats
 from cadenza.engine.status import EngineStatus

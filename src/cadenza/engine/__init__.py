@@ -15,7 +15,7 @@ Modules:
 - `calibration`: times a runner's steps before an engine serves
 - `batch_engine`: the thread-safe interface (`BatchEngine`); `run_steps`, the one loop over a core
 - `front`: `EngineFront`, which implements it over a link to an engine, and the link in one process
-- `open_requests`: the open requests, queue bounds, deadlines, times
+- `open_requests`, `request_stats`: the open requests, queue bounds, deadlines; what became of them
 - `start_forecast`: when a request that comes now would start, and whether that is too late
 - `timeouts`: how long a request may wait and take
 - `resumption`: what a request has brought so far, with which another engine goes on

@@ -8,8 +8,9 @@ from typing import Protocol
 import msgspec
 
 from cadenza.engine.core import EngineCore
-from cadenza.engine.open_requests import EngineLoad, RequestStats
+from cadenza.engine.open_requests import EngineLoad
 from cadenza.engine.request_check import CheckedRequest
+from cadenza.engine.request_stats import RequestStats
 from cadenza.engine.resumption import Resumption
 from cadenza.engine.stats import EngineStats
 from cadenza.engine.status import EngineStatus

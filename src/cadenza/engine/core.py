@@ -7,16 +7,14 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cadenza.backends.base import (
-    ImageRunner,
     PageCopier,
     ProvenRunner,
     Runner,
     StateCopier,
 )
-from cadenza.batch.image_cost import ImageCost
 from cadenza.batch.packing import Packer
 from cadenza.batch.sequence import Sequence, WaitReason
 from cadenza.batch.step_cost import StepBound, StepCost
@@ -31,7 +29,7 @@ from cadenza.engine.page_folder import PageFolder
 from cadenza.engine.request_check import RequestCheck
 from cadenza.engine.resumption import Resumption
 from cadenza.engine.scoring_steps import PromptScorerModel, ScoringSteps
-from cadenza.engine.step_works import StepWorks
+from cadenza.engine.step_works import StepWorks, WorkOptions
 from cadenza.engine.stored_pages import StoredPages
 from cadenza.errors import EngineClosedError, EngineStalledError, QueueFullError
 from cadenza.events import Event, Finished
@@ -77,17 +75,13 @@ class CoreOptions:
     # the second model of `speculation`, if that has one; closed with the engine
     draft_model: DraftModel | None = None
     step_cost: StepCost | None = None  # what steps cost, where there is no bound; for drafts
-    # what encoding costs, where images are encoded; None if it was not measured
-    image_cost: ImageCost | None = None
     # of requests with a constraint; None refuses them
     compile_constraint: CompileConstraint | None = None
     # where pages of prompts are stored, whose secret takes the place of `secret`; the runner must
     # then be a `PageCopier`
     page_folder: PageFolder | None = None
-    # of the model's layers with a window; for prompts that are thinned out
-    window: int | None = None
-    # scores prompts for that; closed with the engine
-    prompt_scorer: PromptScorerModel | None = None
+    window: int | None = None  # of the model's layers with a window; for prompts that are pruned
+    works: WorkOptions = field(default_factory=WorkOptions)
 
 
 class EngineCore:
@@ -114,7 +108,7 @@ class EngineCore:
             has_priorities=options.policy.priority_s > 0,
             has_constraints=options.compile_constraint is not None,
             hidden_size=runner.hidden_size,
-            scored_tokens=_scored_tokens(options.prompt_scorer),
+            scored_tokens=_scored_tokens(options.works.prompt_scorer),
         )
         kv_cache = KVCacheManager(limits, _secret_of(options))
         self.stored_pages = _stored_pages(runner, kv_cache, options.page_folder)
@@ -124,7 +118,7 @@ class EngineCore:
             self._drafter = ModelDrafter(options.draft_model, kv_cache, options.clock)
         self.scheduler = self._scheduler_of(options, kv_cache)
         packer = Packer(limits, runner.vocab_size, options.window)
-        scorer = options.prompt_scorer
+        scorer = options.works.prompt_scorer
         self._scoring = None
         if scorer is not None:
             self._scoring = ScoringSteps(scorer, self.scheduler.work(ScoringQueue))
@@ -159,9 +153,8 @@ class EngineCore:
             runner=self.runner,
             limits=self.limits,
             kv_cache=kv_cache,
+            options=options.works,
             step_bound=options.step_bound,
-            image_cost=options.image_cost,
-            prompt_scorer=options.prompt_scorer,
             drafter=self._drafter,
             on_drafts=self._log_drafts,
         )
@@ -230,9 +223,8 @@ class EngineCore:
         if self._is_closed:
             raise EngineClosedError("the engine is closed; make a new one")
         self.request_check.check(request)
-        for part in request.attachments:
-            assert isinstance(self.runner, ImageRunner), "images were refused"
-            self.runner.check_image(part)
+        for work in self.scheduler.works:
+            work.check(request)
 
     def new_request_id(self) -> int:
         self._next_request_id += 1

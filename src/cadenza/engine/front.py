@@ -22,13 +22,9 @@ from cadenza.engine.batch_engine import (
     run_steps,
 )
 from cadenza.engine.core import EngineCore
-from cadenza.engine.open_requests import (
-    EngineLoad,
-    OpenRequest,
-    OpenRequests,
-    RequestStats,
-)
+from cadenza.engine.open_requests import EngineLoad, OpenRequest, OpenRequests
 from cadenza.engine.request_check import CheckedRequest, RequestCheck
+from cadenza.engine.request_stats import RequestStats
 from cadenza.engine.route_report import RouteReport
 from cadenza.engine.stats import EngineStats, StepMeter
 from cadenza.engine.status import EngineState, EngineStatus

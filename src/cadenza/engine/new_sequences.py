@@ -4,7 +4,7 @@ Invariant: what a sequence generates follows from its request, its id and the en
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 
-from cadenza.batch.prompt_rows import Pool, PromptRowsProgress
+from cadenza.batch.prompt import Pool, Prompt, PromptRowsProgress
 from cadenza.batch.sequence import Sequence
 from cadenza.batch.whole_spans import whole_spans_of
 from cadenza.config import EngineLimits
@@ -12,6 +12,7 @@ from cadenza.drafting.drafts import Drafting, SharedAcceptance, drafting_of
 from cadenza.engine.resumption import Resumption
 from cadenza.engine.sample_seed import seed_of_sample
 from cadenza.request import Request
+from cadenza.scheduler.scoring import prune
 from cadenza.sparse_prefill import kept_of_mask
 from cadenza.speculative_config import SpeculativeConfig
 
@@ -38,13 +39,13 @@ class NewSequences:
         sequences: list[Sequence] = []
         for resumed in resumption.samples:
             sequence = self._make(request_id, request, resumed.sample)
-            sequence.whole_because = resumption.whole_because
+            sequence.prompt.whole_reason = resumption.whole_reason
             if sequence.awaits_kept:
-                _thin_out(sequence, resumption.kept)
+                _prune(sequence, resumption.kept)
             sequence.token_ids += resumed.token_ids
             sequence.num_cached_tokens = resumed.num_cached_tokens
-            if sequence.prompt_rows is not None:
-                sequence.prompt_rows.skip(resumption.num_prompt_logprobs)
+            if sequence.prompt.rows is not None:
+                sequence.prompt.rows.skip(resumption.num_prompt_logprobs)
             sequences.append(sequence)
         return sequences
 
@@ -52,7 +53,6 @@ class NewSequences:
         params = request.params
         seed = seed_of_sample(params, sample, request_id=request_id, engine_seed=self.seed)
         stop = frozenset(params.stop_token_ids)
-        has_spans = "whole_spans" in self.capabilities
         sequence = Sequence(
             request_id=request_id,
             request=request,
@@ -62,16 +62,22 @@ class NewSequences:
             stop_token_ids=stop if params.ignore_eos else stop | self.eos_token_ids,
             arrived_s=self.clock(),
             token_ids=list(request.prompt_token_ids),
-            whole_spans=whole_spans_of(request.attachments) if has_spans else (),
-            prompt_rows=_progress_of(request) if sample == 0 else None,
-            pool=_pool_of(request),
+            prompt=self._prompt_of(request, sample),
             drafting=self._drafting_of(request),
             # Where no drafts are verified, several tokens of a row are not computed as one call.
             takes_forced="drafts" in self.capabilities,
         )
         if request.sparse_prefill is not None:
-            _thin_out(sequence, request.sparse_prefill.kept)
+            _prune(sequence, request.sparse_prefill.kept)
         return sequence
+
+    def _prompt_of(self, request: Request, sample: int) -> Prompt:
+        has_spans = "whole_spans" in self.capabilities
+        return Prompt(
+            spans=whole_spans_of(request.attachments) if has_spans else (),
+            rows=_progress_of(request) if sample == 0 else None,
+            pool=_pool_of(request),
+        )
 
     def _drafting_of(self, request: Request) -> Drafting | None:
         if "drafts" not in self.capabilities or request.pooling is not None:
@@ -80,9 +86,9 @@ class NewSequences:
         return drafting_of(request, self.speculation, self.acceptance, placeholder=placeholder)
 
 
-def _thin_out(sequence: Sequence, mask: bytes | None) -> None:
+def _prune(sequence: Sequence, mask: bytes | None) -> None:
     if mask is not None:
-        sequence.thin_out(kept_of_mask(mask, len(sequence.request.prompt_token_ids)))
+        prune(sequence, kept_of_mask(mask, len(sequence.request.prompt_token_ids)))
 
 
 def _progress_of(request: Request) -> PromptRowsProgress | None:

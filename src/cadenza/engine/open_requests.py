@@ -5,16 +5,20 @@ before."""
 
 import dataclasses
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count, takewhile
-from typing import Literal
 
 from msgspec.structs import replace
 
 from cadenza.batch.draw_keys import derive_seed
 from cadenza.config import EngineLimits
+from cadenza.engine.request_stats import (
+    RejectionReason,
+    RequestStats,
+    RequestTallies,
+    RequestTimes,
+)
 from cadenza.engine.resumption import ResumedSample, Resumption
 from cadenza.engine.start_forecast import StartForecast
 from cadenza.engine.timeouts import RequestTimeouts
@@ -31,19 +35,11 @@ from cadenza.events import (
     Token,
     WholePromptReason,
 )
-from cadenza.figures import Distribution, Tally
 from cadenza.request import Request
 from cadenza.tenant import Tenant
 
-REQUEST_SECONDS_BOUNDS = (
-    *(0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
-    *(1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0),
-)
-
 # Where the oldest waiting request has waited for so long, the engine computes all that it can.
 LONG_WAIT_S = 0.25
-
-RejectionReason = Literal["queue_full", "queue_tokens_full", "queue_too_long", "unavailable"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,34 +57,6 @@ class EngineLoad:
         """An empty queue accepts any prompt."""
         queued = self.num_queued_tokens
         return not queued or queued + num_tokens <= max_num_queued
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestStats:
-    """`queue_seconds`: from acceptance to the first step; `prefill_seconds`: to the first token;
-    `decode_seconds`: to the end; `resume_seconds`: from an engine's loss to the next token.
-    `num_resumed`: a request counts for each engine that went on with it."""
-
-    num_accepted: int
-    ends: dict[FinishReason, int]
-    rejections: dict[RejectionReason, int]
-    queue_seconds: Distribution
-    prefill_seconds: Distribution
-    decode_seconds: Distribution
-    num_resumed: int
-    resume_seconds: Distribution
-
-
-@dataclass(slots=True, eq=False)
-class RequestTimes:
-    """When a request came to what, in clock readings."""
-
-    accepted_s: float | None = None
-    started_s: float | None = None  # it left the queue
-    first_token_s: float | None = None
-    ended_s: float | None = None
-    # from the loss of an engine in which it ran to its next token, or to its end
-    pauses: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -110,19 +78,11 @@ class OpenRequest:
     num_losses: int = 0  # engines in a row that were lost while it ran in them without progress
     num_ended_units: int = 0  # of its samples that have ended, as in `StartForecast`
     kept: bytes | None = None  # of one that has started, as in `Started`
-    whole_because: WholePromptReason | None = None
+    whole_reason: WholePromptReason | None = None
 
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.request.prompt_token_ids)
-
-
-@dataclass(slots=True, eq=False)
-class _Times:
-    queue: Tally = field(default_factory=lambda: Tally(REQUEST_SECONDS_BOUNDS))
-    prefill: Tally = field(default_factory=lambda: Tally(REQUEST_SECONDS_BOUNDS))
-    decode: Tally = field(default_factory=lambda: Tally(REQUEST_SECONDS_BOUNDS))
-    resume: Tally = field(default_factory=lambda: Tally(REQUEST_SECONDS_BOUNDS))
 
 
 class OpenRequests:
@@ -148,11 +108,7 @@ class OpenRequests:
         self._num_queued_tokens = 0
         self._forecast = StartForecast(timeouts, priority_s)
         self._recorded_s: float | None = None
-        self._num_accepted = 0
-        self._num_resumed = 0
-        self._ends: Counter[FinishReason] = Counter()
-        self._rejections: Counter[RejectionReason] = Counter()
-        self._times = _Times()
+        self._tallies = RequestTallies()
 
     @property
     def num_open(self) -> int:
@@ -175,7 +131,7 @@ class OpenRequests:
             self._check_room(len(request.prompt_token_ids), limits)
             self._check_start(request, limits, prompts_s)
             request_id = next(self._ids)
-            self._num_accepted += 1
+            self._tallies.num_accepted += 1
             entry = OpenRequest(
                 request_id=request_id,
                 request=self._seeded(request, request_id),
@@ -224,7 +180,7 @@ class OpenRequests:
 
     def count_rejection(self, reason: RejectionReason) -> None:
         with self._lock:
-            self._rejections[reason] += 1
+            self._tallies.rejections[reason] += 1
 
     def record(self, events: Iterable[Report]) -> list[Event]:
         """Returns what is to be passed on: no `Started`, but of a sparse prefill, whose output says
@@ -290,16 +246,7 @@ class OpenRequests:
 
     def stats(self) -> RequestStats:
         with self._lock:
-            return RequestStats(
-                num_accepted=self._num_accepted,
-                ends=dict(self._ends),
-                rejections=dict(self._rejections),
-                queue_seconds=self._times.queue.snapshot(),
-                prefill_seconds=self._times.prefill.snapshot(),
-                decode_seconds=self._times.decode.snapshot(),
-                num_resumed=self._num_resumed,
-                resume_seconds=self._times.resume.snapshot(),
-            )
+            return self._tallies.stats()
 
     def lose_engine(self, now_s: float) -> None:
         """What it had not sent is to be computed again. Each request that ran counts the loss, from
@@ -353,7 +300,7 @@ class OpenRequests:
             entry = self._open.get(request_id)
             if entry is None:
                 return None
-            self._num_resumed += entry.is_lost
+            self._tallies.num_resumed += entry.is_lost
             entry.is_lost = False
             samples = tuple(
                 ResumedSample(
@@ -367,7 +314,7 @@ class OpenRequests:
                 samples=samples,
                 num_prompt_logprobs=entry.num_prompt_logprobs,
                 kept=entry.kept,
-                whole_because=entry.whole_because,
+                whole_reason=entry.whole_reason,
             )
 
     def fail(self, request_id: int, kind: ErrorKind, error: str) -> list[Finished]:
@@ -384,14 +331,14 @@ class OpenRequests:
     def _check_room(self, num_tokens: int, limits: EngineLimits) -> None:
         load = self.load()
         if not load.has_room(limits.max_num_open_reqs):
-            self._rejections["queue_full"] += 1
+            self._tallies.rejections["queue_full"] += 1
             raise QueueFullError(
                 f"{load.num_open} requests are open, the most that --max-num-queued-reqs "
                 f"{limits.max_num_queued_reqs} and --max-num-seqs {limits.max_num_seqs} allow; "
                 f"try again when some have finished"
             )
         if not load.has_tokens(num_tokens, limits.max_num_queued_tokens):
-            self._rejections["queue_tokens_full"] += 1
+            self._tallies.rejections["queue_tokens_full"] += 1
             raise QueueFullError(
                 f"{load.num_queued_tokens} prompt tokens wait already and {num_tokens} more were "
                 f"sent; --max-num-queued-tokens allows {limits.max_num_queued_tokens}; try again "
@@ -401,7 +348,7 @@ class OpenRequests:
     def _check_start(self, request: Request, limits: EngineLimits, prompts_s: float) -> None:
         refusal = self.refusal(request.tenant, request.priority, limits, prompts_s)
         if refusal is not None:
-            self._rejections["queue_too_long"] += 1
+            self._tallies.rejections["queue_too_long"] += 1
             try:
                 raise refusal
             finally:
@@ -431,7 +378,7 @@ class OpenRequests:
     def _start(self, entry: OpenRequest, now_s: float) -> None:
         if self._dequeue(entry):
             entry.times.started_s = now_s
-            self._times.queue.add(now_s - entry.accepted_s)
+            self._tallies.queue.add(now_s - entry.accepted_s)
 
     def _record(self, event: Report, now_s: float) -> Event | None:
         entry = self._open.get(event.request_id)
@@ -445,7 +392,7 @@ class OpenRequests:
             return None
         if isinstance(event, Started):
             entry.is_running = True
-            entry.kept, entry.whole_because = event.kept, event.whole_because
+            entry.kept, entry.whole_reason = event.kept, event.whole_because
             self._start(entry, now_s)
             return None if entry.request.sparse_prefill is None else event
         if isinstance(event, Finished):
@@ -479,17 +426,17 @@ class OpenRequests:
     def _take_prefill(self, entry: OpenRequest, now_s: float) -> None:
         self._start(entry, now_s)
         assert entry.times.started_s is not None
-        self._times.prefill.add(now_s - entry.times.started_s)
+        self._tallies.prefill.add(now_s - entry.times.started_s)
 
     def _end_pause(self, entry: OpenRequest, now_s: float) -> None:
         assert entry.lost_s is not None
-        self._times.resume.add(now_s - entry.lost_s)
+        self._tallies.resume.add(now_s - entry.lost_s)
         entry.times.pauses.append((entry.lost_s, now_s))
         entry.lost_s = None
 
     def _end(self, entry: OpenRequest, sample: int, reason: FinishReason, now_s: float) -> None:
         entry.num_ended_units += len(entry.token_ids.pop(sample)) + 1
-        self._ends[reason] += 1
+        self._tallies.ends[reason] += 1
         if entry.token_ids:
             return
         del self._open[entry.request_id]
@@ -500,7 +447,7 @@ class OpenRequests:
             entry.times.pauses.append((entry.lost_s, now_s))
         entry.times.ended_s = now_s
         if entry.times.first_token_s is not None:
-            self._times.decode.add(now_s - entry.times.first_token_s)
+            self._tallies.decode.add(now_s - entry.times.first_token_s)
 
     def _fail_each(
         self, entries: Iterable[OpenRequest], kind: ErrorKind, error: str, now_s: float

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from cadenza.backends.base import Capability
 from cadenza.batch.whole_spans import least_budget, whole_spans_of
 from cadenza.config import EngineLimits, ImageLimits
-from cadenza.engine.open_requests import RequestTimes
+from cadenza.engine.request_stats import RequestTimes
 from cadenza.errors import ContextLengthError, InvalidRequestError, show
 from cadenza.request import Attachment, PoolingParams, Request
 from cadenza.sparse_prefill import LOOK_AHEAD_TOKENS, SparsePrefill, kept_of_mask

@@ -16,9 +16,9 @@ class ResumedSample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Resumption(msgspec.Struct, frozen=True, kw_only=True):
-    """Samples that have not ended; `kept` and `whole_because` as in `Started`."""
+    """Samples that have not ended; `kept` and `whole_reason` as in `Started`."""
 
     samples: tuple[ResumedSample, ...]
     num_prompt_logprobs: int = 0
     kept: bytes | None = None
-    whole_because: WholePromptReason | None = None
+    whole_reason: WholePromptReason | None = None

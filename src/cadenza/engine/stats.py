@@ -7,18 +7,16 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from cadenza.batch.step_cost import StepBound
-from cadenza.drafting.drafts import DRAFT_FIGURES
 from cadenza.engine.core import EngineCore
 from cadenza.engine.loop import Announce
 from cadenza.engine.queue_forecast import forecast_queue
 from cadenza.engine.step_watch import StepSummary, StepWatch
+from cadenza.engine.step_works import WORK_FIGURES
 from cadenza.engine.stored_pages import STORED_PAGE_FIGURES
 from cadenza.events import Event
 from cadenza.figures import Distribution, Figure, Reading, Tally
 from cadenza.kv.prefix_misses import PREFIX_FIGURES
 from cadenza.kv.recurrent_states import STATE_FIGURES
-from cadenza.scheduler.image_queue import IMAGE_FIGURES
-from cadenza.scheduler.scoring_queue import SCORING_FIGURES
 
 STEP_SECONDS_BOUNDS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075),
@@ -270,11 +268,9 @@ ENGINE_FIGURES: tuple[Figure[Any], ...] = (
     *STEP_BOUND_FIGURES,
     *PREFIX_FIGURES,
     *STORED_PAGE_FIGURES,
-    *DRAFT_FIGURES,
     *DRAFTS_ON_FIGURES,
     *STATE_FIGURES,
-    *IMAGE_FIGURES,
-    *SCORING_FIGURES,
+    *WORK_FIGURES,
 )
 
 

@@ -10,42 +10,41 @@ from typing import Any, Literal, cast
 from cadenza.errors import ConfigError, InvalidRequestError, show
 from cadenza.structured import CallRule, ConstraintSpec, ThinkingBound
 from cadenza.text import Tokenizer
-from cadenza.text.answers.answer_frames import AnswerFrame, MarkedFrame
 from cadenza.text.answers.answer_grammar import (
     MAX_CALLS,
-    Marks,
-    Tool,
+    AnswerFrame,
+    MarkedFrame,
     calls_grammar,
     either_grammar,
     text_or_calls_grammar,
 )
-from cadenza.text.answers.call_grammar import ANY_OBJECT, call_rule, holds_schemas, required_calls
-from cadenza.text.answers.called_tools import CallGrammar
 from cadenza.text.answers.escaped_regex import Escapes
-from cadenza.text.answers.harmony_grammar import (
+from cadenza.text.answers.harmony import (
+    HARMONY,
     HarmonyFrame,
     message_calls,
     text_or_message_calls,
 )
 from cadenza.text.answers.input_grammar import arguments_of_written
-from cadenza.text.answers.output_parser import MakeParser
+from cadenza.text.answers.json_calls import DEEPSEEK_V3, DEEPSEEK_V31, GENERIC
 from cadenza.text.answers.part_parser import (
     REASONING_ALIASES,
     REASONING_FORMATS,
+    MakeParser,
     PartPlan,
     ReasoningFormat,
 )
 from cadenza.text.answers.tool_calls import (
-    DEEPSEEK_V3,
-    DEEPSEEK_V31,
+    ANY_OBJECT,
     FORCED,
-    GENERIC,
-    HARMONY,
     TOOL_ALIASES,
     TOOL_FORMATS,
-    ToolFormat,
+    call_rule,
     format_shown_by,
+    holds_schemas,
+    required_calls,
 )
+from cadenza.text.answers.tool_format import CallGrammar, Marks, Tool, ToolFormat
 from cadenza.text.schemas.grammar import ARGUMENTS_STYLE, DEFAULT_STYLE, GrammarCheck
 from cadenza.text.schemas.json_schema import compile_schema
 
@@ -55,12 +54,11 @@ NO_PARSER = "none"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolUse:
-    """The tools of a request. `choice`: required: the answer is calls; auto: the model decides.
-    `named` is the only function that may be called."""
+    """The tools of a request."""
 
     tools: tuple[Tool, ...]
-    choice: Literal["auto", "required"] = "auto"
-    named: str | None = None
+    choice: Literal["auto", "required"] = "auto"  # required: the answer is calls
+    named: str | None = None  # the only function that may be called
     is_parallel: bool = True
 
     @property
@@ -80,7 +78,7 @@ class ToolUse:
 
     @classmethod
     def of_rendered(cls, tools: Sequence[Mapping[str, Any]]) -> "ToolUse":
-        """The tools as chat templates read them, as far as they have names."""
+        """As chat templates read them, as far as they have names."""
         functions = [cast(Mapping[str, Any], each.get("function") or each) for each in tools]
         return cls(
             tools=tuple(
@@ -96,37 +94,26 @@ class ToolUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskedAnswer:
-    """What is asked of an answer besides its form. `use`: the tools that it may, or must, call;
-    None: none. `max_thinking`: the most tokens of reasoning; None: as many as the model likes.
-    `thinks`: False: without reasoning, where its marks are tokens and nothing else bounds it."""
+    """What is asked of an answer besides its form."""
 
-    use: ToolUse | None = None
-    max_thinking: int | None = None
+    use: ToolUse | None = None  # the tools that it may, or must, call
+    max_thinking: int | None = None  # tokens of reasoning; None: as many as the model likes
+    # False: without reasoning, where its marks are tokens and nothing else bounds it
     thinks: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerParsers:
-    """The names of the parsers: auto is as the chat template shows, none is without.
-
-    Args:
-        max_string: most characters of a text that a response format's schema does not bound; None:
-            as many as the model likes.
-        strict_tools: refuse tools where the chat template has no place for them.
-        strict_messages: refuse a conversation that the chat template refuses as it is, which
-            otherwise is rendered in another form (`text.templates.message_forms`).
-        stable_prompts: move or remove the lines of system prompts that agents change from call to
-            call (`text.templates.stable_prompts`).
-
-    Raises ConfigError.
-    """
+    """The names of the parsers, of which auto is as the chat template shows and none is without;
+    and what is done for templates without a place for something. Raises ConfigError."""
 
     reasoning: str = AUTO
     tool_calls: str = AUTO
-    max_string: int | None = DEFAULT_STYLE.max_string
-    strict_tools: bool = False
+    max_string: int | None = DEFAULT_STYLE.max_string  # characters that no schema bounds
+    strict_tools: bool = False  # refuse tools where the chat template has no place for them
+    # refuse a conversation that the chat template refuses, which otherwise gets another form
     strict_messages: bool = False
-    stable_prompts: bool = False
+    stable_prompts: bool = False  # move or remove what agents change in system prompts
 
     def __post_init__(self) -> None:
         reasoning = (AUTO, NO_PARSER, *REASONING_FORMATS, *REASONING_ALIASES)
@@ -141,16 +128,15 @@ class AnswerParsers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerPlan:
-    """`constraint`: of the whole answer; `shows_special_tokens`: its marks are special tokens."""
+    """How one answer is parsed and constrained."""
 
     make_parser: MakeParser | None = None
     constraint: ConstraintSpec | None = None
-    shows_special_tokens: bool = False
+    shows_special_tokens: bool = False  # its marks are special tokens
 
 
 class AnswerPlanner:
-    """Plans answers of one model. `template`: the source of its chat template. `reads_tools`: the
-    template has a place for tools."""
+    """Plans answers of one model, whose chat template is `template`."""
 
     def __init__(
         self,
@@ -174,7 +160,7 @@ class AnswerPlanner:
 
     @property
     def format_names(self) -> tuple[str, ...]:
-        """Those of the formats of reasoning and of tool calls, whether named or shown."""
+        """Of the formats of reasoning and of tool calls."""
         formats: Sequence[tuple[str, object]] = (
             *REASONING_FORMATS.items(),
             *TOOL_FORMATS.items(),
@@ -239,7 +225,6 @@ class AnswerPlanner:
         return MarkedFrame.of(self._reasoning, prompt)
 
     def _written_in(self, use: ToolUse, *, has_form: bool) -> ToolFormat:
-        """The notation of calls: the model's own, or JSON where that cannot be constrained."""
         own = self._tools
         if own.is_json or not (use.is_constrained or has_form):
             return own
@@ -258,7 +243,6 @@ class AnswerPlanner:
         return bound
 
     def _bound_by_marks(self, frame: AnswerFrame, max_tokens: int) -> ThinkingBound | None:
-        """None where the model has no marks of reasoning, or they are no tokens."""
         reasoning = frame.reasoning
         if reasoning is None:
             return None
@@ -277,7 +261,6 @@ class AnswerPlanner:
         )
 
     def _opening(self, reasoning: ReasoningFormat) -> Sequence[int | None]:
-        """The tokens that begin reasoning; None alone where a mark is none."""
         added, encode = self._tokenizer.added_tokens, self._tokenizer.encode
         first, *rest = reasoning.opening or (reasoning.begin,)
         if not {first, *rest[-1:]} <= added.keys():
@@ -327,7 +310,6 @@ def _arguments(tool: Tool, inputs: Mapping[str, str], check: GrammarCheck) -> st
 
 
 def _lenient_grammar(schema: str) -> str:
-    """Of arguments; keywords that a grammar does not hold are left out."""
     return compile_schema(schema, ARGUMENTS_STYLE, is_strict=False).text
 
 
@@ -357,7 +339,6 @@ def _call_rule(calls: CallGrammar, marks: Marks, check: GrammarCheck) -> CallRul
 
 
 def _loosened(tool: Tool, check: GrammarCheck) -> Tool:
-    """A tool, with any object as its arguments where those of its schema cannot be followed."""
     if tool.input is not None:
         return tool
     try:
@@ -378,8 +359,6 @@ def _refuse_unfit(grammar: str, check: GrammarCheck) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Calls:
-    """Makes the grammars of calls, and of text in which there may be some."""
-
     required: Callable[[Marks], str]
     free: Callable[[Marks], str]
 
@@ -387,7 +366,6 @@ class _Calls:
 def _calls_of(
     use: ToolUse, tools: ToolFormat, inputs: Mapping[str, str], check: GrammarCheck
 ) -> _Calls:
-    """Raises InvalidRequestError where a tool cannot be followed."""
     arguments = {tool.name: _arguments(tool, inputs, check) for tool in use.callable_tools}
     if tools is HARMONY:
         free = partial(text_or_message_calls, arguments)

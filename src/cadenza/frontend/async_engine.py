@@ -22,8 +22,7 @@ from cadenza.errors import EngineClosedError, InvalidRequestError, show
 from cadenza.events import Event
 from cadenza.fingerprint import Fingerprint
 from cadenza.frontend.live_steps import LiveEntry, LiveSteps
-from cadenza.frontend.loaded_model import EngineOwner, load_model
-from cadenza.frontend.model_tokenizer import ModelTokenizer
+from cadenza.frontend.loaded_model import EngineOwner, ModelTokenizer, load_model
 from cadenza.frontend.output_processor import OutputProcessor, OutputRouter, check_kind
 from cadenza.frontend.prepared_request import (
     PLAIN,
@@ -40,23 +39,14 @@ from cadenza.request import PoolingParams, Request
 
 DEFAULT_TIMEOUTS = RequestTimeouts()
 JOIN_S = 60.0
-
 TOLD_AT_ONCE = 16
-"""Requests whose listeners are called in one pass of the event loop, so that new connections and
-refusals come between."""
+"""Requests whose listeners are called in one pass of the event loop: connections come between."""
 
 
 class AsyncEngine:
-    """Serves many callers of one event loop.
-
-    Steps that come faster than the event loop runs are delivered together.
-
-    Args:
-        engine: its `serve` runs on a thread of this object.
-        text: the model's text front end.
-        fingerprint: reads that of the engine's answers; None while it is not known.
-        live: the viewers of its steps, where they may outlive it.
-    """
+    """Serves many callers of one event loop; `engine.serve` runs on a thread of this object.
+    `fingerprint` reads that of the engine's answers, None while it is not known; `live` has the
+    viewers of its steps, where they may outlive it."""
 
     def __init__(
         self,
@@ -88,14 +78,9 @@ class AsyncEngine:
         request_timeout: float = DEFAULT_TIMEOUTS.total_s,
         **options: Unpack[EngineOptions],
     ) -> Self:
-        """Loads a model as `LLM` does.
-
-        Args:
-            queue_timeout: the most seconds that a request waits for its first step; by default
-                `request_timeout`. One that would wait for longer is refused.
-            request_timeout: the most seconds that it takes in all. After either it ends with an
-                error.
-        """
+        """Loads a model as `LLM` does. A request that waits longer than `queue_timeout` seconds for
+        its first step (by default `request_timeout`), or takes longer than `request_timeout` in
+        all, ends with an error; one that would wait for longer is refused."""
         timeouts = RequestTimeouts.of(queue_timeout, request_timeout)
         loaded = load_model(model, config_from_options(options))
         return cls(
@@ -113,11 +98,8 @@ class AsyncEngine:
 
     def start(self) -> None:
         """Binds to the running event loop and starts serving, unless it does already; requests
-        begin with it. Once that loop is closed, another one may follow.
-
-        Raises:
-            EngineClosedError: another event loop runs it, or this is a forked child.
-        """
+        begin with it. Once that loop is closed, another one may follow. Raises EngineClosedError:
+        another event loop runs it, or this is a forked child."""
         self._owner.check()
         loop = asyncio.get_running_loop()
         if self._loop is loop:
@@ -144,7 +126,6 @@ class AsyncEngine:
         await asyncio.to_thread(self._thread.join, JOIN_S)
 
     def _move_to(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Drops what is still open of a closed event loop, which nobody can read."""
         for request_id in [*self._listeners]:
             self._leave(request_id)
         with self._lock:  # an event that comes from here on is delivered to the new loop
@@ -164,13 +145,8 @@ class AsyncEngine:
         *,
         kind: OutputKind = "cumulative",
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yields an output whenever there is something new; the last one is finished.
-
-        Closing the iterator, or cancelling its task, cancels the request.
-
-        Raises:
-            InvalidRequestError, QueueFullError, EngineClosedError: as `submit`.
-        """
+        """Yields an output whenever there is something new; the last one is finished. Closing the
+        iterator, or cancelling its task, cancels the request. Raises as `submit`."""
         self.start()
         prepared = await self._prepare(request, params)
         with self.submit(prepared, kind=kind) as stream:
@@ -186,11 +162,8 @@ class AsyncEngine:
         tools: SequenceOf[Message] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Answers one conversation through the model's chat template; yields as `generate` does.
-
-        Raises:
-            InvalidRequestError, QueueFullError, EngineClosedError: as `submit`.
-        """
+        """Answers one conversation through the model's chat template; yields and raises as
+        `generate`."""
         self.start()
         prepared = await asyncio.to_thread(
             lambda: self._text.prepare(
@@ -204,11 +177,8 @@ class AsyncEngine:
     async def embed(
         self, prompt: Prompt, params: PoolingParams | None = None
     ) -> EmbeddingRequestOutput:
-        """The embedding of a prompt. Cancelling the task cancels the request.
-
-        Raises:
-            InvalidRequestError, QueueFullError, EngineClosedError: as `submit`.
-        """
+        """The embedding of a prompt. Cancelling the task cancels the request. Raises as
+        `submit`."""
         self.start()
         pooling = PoolingParams() if params is None else params
         prepared = await self._prepare(prompt, None, RequestOptions(pooling=pooling))
@@ -217,11 +187,8 @@ class AsyncEngine:
 
     async def watch(self) -> AsyncGenerator[LiveEntry, None]:
         """Yields summaries of the engine's steps, at most each `SUMMARY_EVERY_S`, as long as it
-        serves; those of a slow reader are skipped. Only meanwhile are any made.
-
-        Raises:
-            QueueFullError: there are `MAX_VIEWERS` already.
-        """
+        serves; those of a slow reader are skipped. Only meanwhile are any made. Raises
+        QueueFullError: there are `MAX_VIEWERS` already."""
         self.start()
         with self._live.viewing() as viewer:
             for entry in viewer.history:
@@ -237,17 +204,10 @@ class AsyncEngine:
         kind: OutputKind = "cumulative",
         on_news: Callable[[], object] | None = None,
     ) -> "OutputStream":
-        """Starts a request at once; its outputs come through the stream. On the event loop only.
-
-        Args:
-            request: a `Request` is prepared here, which takes time on the event loop; one of
-                `TextFrontend.prepare` already is.
-            on_news: called after each step that brought new output, which `take` then returns;
-                the stream cannot be iterated.
-
-        Raises:
-            InvalidRequestError, QueueFullError, EngineClosedError: as `BatchEngine.submit`.
-        """
+        """Starts a request at once, on the event loop only; its outputs come through the stream. A
+        `Request` is prepared here, which takes time; `on_news` is called after each step that
+        brought new output, which `take` then returns, and the stream cannot be iterated. Raises
+        InvalidRequestError, QueueFullError, EngineClosedError: as `BatchEngine.submit`."""
         self.start()
         check_kind(kind)
         if not isinstance(request, PreparedRequest):
@@ -291,8 +251,7 @@ class AsyncEngine:
         finally:
             self._call(self._fail_rest)
 
-    def _emit(self, events: list[Event]) -> None:
-        """On the serving thread, in one call."""
+    def _emit(self, events: list[Event]) -> None:  # on the serving thread
         with self._lock:
             is_called = bool(self._arrived)
             self._arrived += events
@@ -304,8 +263,7 @@ class AsyncEngine:
         with suppress(RuntimeError):  # the loop is closed, so nothing can be delivered
             self._loop.call_soon_threadsafe(callback)
 
-    def _deliver(self) -> None:
-        """On the event loop: detokenises the events that have arrived."""
+    def _deliver(self) -> None:  # on the event loop
         with self._lock:
             events, self._arrived = self._arrived, []
         self._add_news(self._router.push(events))
@@ -390,7 +348,6 @@ class OutputStream:
                 return output
 
     def take(self) -> RequestOutput | None:
-        """The next output if there is one, without waiting."""
         output = self.processor.make_output(self._kind)
         if output is not None:
             self._is_finished = output.finished

@@ -1,15 +1,31 @@
 """`ImagePrompts`: images as placeholders and `Attachment`s of a model that sees. A prompt's length
-follows from the sizes of its images; their pixels are made last. Invariant: a placeholder is one
-that a template wrote, or the caller of a raw prompt with images; what a user typed is text."""
+follows from the sizes of its images, known from their headers; `PooledPixels` decodes them last.
+Invariant: a placeholder is one that a template wrote, or the caller of a raw prompt with images;
+what a user typed is text."""
 
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, cast
+from pathlib import Path
+from typing import Any, cast
+from weakref import finalize
 
-from cadenza.errors import InvalidRequestError, TextTooLongError
-from cadenza.media.image_input import ImageFault, ImageInput, images_of
+from cadenza.errors import InvalidRequestError, TextTooLongError, must_be, show, show_size
+from cadenza.media.decode_pool import DecodePool
+from cadenza.media.decoding import prepared_picture
+from cadenza.media.image_input import (
+    DETAILS,
+    MAX_ENCODED_BYTES,
+    ImageFault,
+    ImageInput,
+    OpenedImage,
+    image_part,
+    images_of,
+)
+from cadenza.media.opening import measure_images
 from cadenza.request import Attachment, Request
 from cadenza.text import Tokenizer
 from cadenza.text.tokens.provenance import MarkedText, OwnText, join_marked, written_by_template
@@ -27,21 +43,46 @@ _OLDER_PART: Mapping[str, object] = {"type": "image_url", "image_url": {"url": "
 _BETWEEN = "\n"
 
 
-class PixelSource(Protocol):
-    """Opens a prompt's images. Slow; on any thread. Raises InvalidRequestError that names the
-    image."""
+class PooledPixels:
+    """Opens the images of prompts; thread-safe. Its processes start with the first image and end
+    with `close`, this object or the interpreter."""
+
+    def __init__(self, make_pool: Callable[[], DecodePool] = DecodePool) -> None:
+        self._make_pool = make_pool
+        self._pool: DecodePool | None = None
+        self._end: Callable[[], object] = lambda: None
 
     def measure(self, images: SequenceOf[ImageInput], processor: ImageProcessor) -> None:
-        """Sets `opened` of each that has none, without pixels: by its file's header."""
-        ...
+        measure_images(images, processor)
 
     def open(self, images: SequenceOf[ImageInput], processor: ImageProcessor) -> None:
-        """Sets `opened` of each, with the pixels of its parts. They were measured before."""
-        ...
+        """Sets `opened` of each, with the pixels of its parts; several files are decoded side by
+        side. Slow. Raises InvalidRequestError that names the image."""
+        started = [self._start(image, place, processor) for place, image in enumerate(images)]
+        for place, (image, each) in enumerate(zip(images, started, strict=True)):
+            try:
+                image.opened = each.result() if isinstance(each, Future) else each
+            except ImageFault as fault:
+                raise fault.named(image, place) from None
 
     def close(self) -> None:
-        """Frees what opening takes."""
-        ...
+        """Idempotent; a later image starts processes again."""
+        self._pool = None
+        self._end()
+
+    def _start(
+        self, image: ImageInput, place: int, processor: ImageProcessor
+    ) -> OpenedImage | Future[OpenedImage]:
+        if image.picture is not None:
+            try:
+                return prepared_picture(image.picture, processor, image.detail)
+            except ImageFault as fault:
+                raise fault.named(image, place) from None
+        if self._pool is None:
+            self._pool = self._make_pool()
+            self._end = finalize(self, self._pool.close)
+        assert image.data is not None, "an image that was measured has its file"
+        return self._pool.submit(image.data, processor, image.detail)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +103,7 @@ class PlannedImage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaidOut:
-    """A prompt's text, with one image token for each run of placeholders, and its images."""
+    """A prompt's text, with one image token for each run of placeholders."""
 
     text: str
     images: tuple[PlannedImage, ...] = ()
@@ -81,36 +122,34 @@ class LaidOut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spanned:
-    """A prompt's token ids with placeholders, its images, and the first and last placeholder of
-    each part of each."""
+    """A prompt's token ids with placeholders, and its images."""
 
     ids: tuple[int, ...]
     images: tuple[PlannedImage, ...] = ()
+    # The first and last placeholder of each part of each image.
     spans: Mapping[tuple[int, int], tuple[int, int]] = field(
         default_factory=dict[tuple[int, int], tuple[int, int]]
     )
 
     @property
     def has_pixels(self) -> bool:
-        """Whether all of its images have been opened."""
         opened = [each.image.opened for each in self.images]
         return all(each is not None and each.parts is not None for each in opened)
 
 
 class ImagePrompts:
-    """Of one model that sees. `template`: the source of its chat template, if it has one. `source`:
-    of its images' pixels."""
+    """Of one model that sees, whose chat template, if it has one, is `template`."""
 
     def __init__(
         self,
         vision: VisionConfig,
         tokenizer: Tokenizer,
         template: str | None,
-        source: PixelSource,
+        pixels: PooledPixels,
     ) -> None:
         self.processor = vision.processor
         self._token_id = vision.image_token_id
-        self.source = source
+        self.pixels = pixels
         self._part = _part_for(template or "")
         self._written = _written_forms(self.processor.placeholder, template or "", tokenizer)
 
@@ -137,10 +176,8 @@ class ImagePrompts:
     def spanned(
         self, rendered: Rendered, encode: Callable[[str], SequenceOf[int]], most: int | None
     ) -> Spanned:
-        """The ids of a prompt, whose images only need to have headers. `encode`: a text's ids.
-        `most`: of the ids that are allowed. Raises TextTooLongError: there are more. Raises
-        InvalidRequestError: there are more placeholders than images or fewer, or an image cannot be
-        taken."""
+        """The ids of a prompt, at most `most`. Raises TextTooLongError; raises InvalidRequestError:
+        there are more placeholders than images or fewer, or an image cannot be taken."""
         laid_out = self._laid_out(rendered)
         ids = encode(laid_out.text)
         runs = [*laid_out.runs]
@@ -161,7 +198,6 @@ class ImagePrompts:
         return _with_runs(ids, self._token_id, laid_out) if runs else Spanned(ids=tuple(ids))
 
     def _laid_out(self, rendered: Rendered) -> LaidOut:
-        """The text with what each image becomes in place of its placeholder."""
         text, images = rendered.text, rendered.images
         marked = text if isinstance(text, MarkedText) else MarkedText(text)
         places = [*self._places(marked)]
@@ -193,7 +229,7 @@ class ImagePrompts:
 
     def planned(self, images: SequenceOf[ImageInput]) -> tuple[PlannedImage, ...]:
         """What each image becomes, by its header. Raises InvalidRequestError."""
-        self.source.measure(images, self.processor)
+        self.pixels.measure(images, self.processor)
         return tuple(self._planned(image, place) for place, image in enumerate(images))
 
     def _planned(self, image: ImageInput, place: int) -> PlannedImage:
@@ -208,7 +244,7 @@ class ImagePrompts:
     def attachments(self, spanned: Spanned) -> tuple[Attachment, ...]:
         """The images of the placeholders, with their pixels. Slow."""
         if not spanned.has_pixels:
-            self.source.open([each.image for each in spanned.images], self.processor)
+            self.pixels.open([each.image for each in spanned.images], self.processor)
         found: list[Attachment] = []
         for place, each in enumerate(spanned.images):
             parts = () if each.image.opened is None else each.image.opened.parts or ()
@@ -285,7 +321,6 @@ def _miscounted(num_images: int, num_places: int) -> InvalidRequestError:
 
 
 def _with_runs(ids: SequenceOf[int], token_id: int, laid_out: LaidOut) -> Spanned:
-    """The ids with each token `token_id` repeated as its run says."""
     found: list[int] = []
     spans: dict[tuple[int, int], tuple[int, int]] = {}
     position = 0
@@ -298,3 +333,102 @@ def _with_runs(ids: SequenceOf[int], token_id: int, laid_out: LaidOut) -> Spanne
         position = start + 1
     found += ids[position:]
     return Spanned(ids=tuple(found), images=laid_out.images, spans=spans)
+
+
+_KINDS = ("image", "image_url", "input_image", "image_pil")
+_PLACES = ("image", "image_url", "image_pil", "url", "path", "base64")
+_SCHEMES = ("data:", "http://", "https://")
+_ALLOWED = "a PIL image, the bytes of a file, a path, a data: URL or an https: URL"
+
+
+def with_images(messages: object) -> Any:
+    """A conversation whose images, in the forms of OpenAI, transformers and vLLM, are
+    `ImageInput`s; anything else stays as it is. Raises InvalidRequestError."""
+    if not isinstance(messages, list | tuple):
+        return messages
+    return [
+        _with_images(found, f"messages[{place}]") if (found := _members(each)) else each
+        for place, each in enumerate(cast(SequenceOf[object], messages))
+    ]
+
+
+def _with_images(message: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    content = message.get("content")
+    if not isinstance(content, list | tuple):
+        return message
+    parts = [
+        _with_image(part, f"{where}.content[{place}]")
+        for place, part in enumerate(cast(SequenceOf[object], content))
+    ]
+    return {**message, "content": parts}
+
+
+def _with_image(part: object, where: str) -> object:
+    members = _members(part)
+    if members.get("type") not in _KINDS or isinstance(members.get("image"), ImageInput):
+        return part
+    given = next((value for name in _PLACES if (value := members.get(name)) is not None), None)
+    detail = members.get("detail")
+    if isinstance(given, Mapping):
+        inner = _members(cast(object, given))
+        given, detail = inner.get("url"), inner.get("detail", detail)
+    if members.get("base64") is given and isinstance(given, str):
+        given = f"data:image/png;base64,{given}"  # its bytes say what it is
+    return image_part(image_input(given, where, detail))
+
+
+def _members(given: object) -> Mapping[str, object]:
+    return cast(Mapping[str, object], given) if isinstance(given, Mapping) else dict[str, object]()
+
+
+def image_input(given: object, where: str, detail: object = None) -> ImageInput:
+    """In one of the forms that programs have. Raises InvalidRequestError."""
+    if isinstance(given, ImageInput):
+        return given
+    if detail not in (None, *DETAILS):
+        raise InvalidRequestError(
+            f"{where} has the detail {show(detail)}; there are {', '.join(DETAILS)}", param=where
+        )
+    chosen = "auto" if detail is None else detail
+    if isinstance(given, bytes | bytearray):
+        return ImageInput(data=bytes(given), detail=chosen, where=where)
+    if isinstance(given, str) and given[:8].lower().startswith(_SCHEMES):
+        return ImageInput(url=given, detail=chosen, where=where)
+    if isinstance(given, str | os.PathLike):
+        path = Path(cast("str | os.PathLike[str]", given)).expanduser()
+        return ImageInput(data=read_image(path, where), detail=chosen, where=where)
+    if hasattr(given, "convert") and hasattr(given, "size"):
+        return ImageInput(picture=given, detail=chosen, where=where)
+    raise must_be(where, given, _ALLOWED)
+
+
+def read_image(path: Path, where: str) -> bytes:
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_ENCODED_BYTES + 1)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no path"
+        raise InvalidRequestError(
+            f"the image {show(str(path))} cannot be read: {reason}", param=where
+        ) from None
+    if len(data) > MAX_ENCODED_BYTES:
+        raise InvalidRequestError(
+            f"the image {show(str(path))} has over {show_size(MAX_ENCODED_BYTES)}; make it smaller",
+            param=where,
+        )
+    return data
+
+
+def images_of_prompt(data: object) -> tuple[ImageInput, ...]:
+    """vLLM's `multi_modal_data`: {"image": one or a list}. Raises InvalidRequestError."""
+    members = _members(data)
+    if not isinstance(data, Mapping) or [name for name in members if name != "image"]:
+        allowed = 'a mapping {"image": …}; there is no other kind'
+        raise must_be("multi_modal_data", cast(object, data), allowed)
+    given = members.get("image")
+    listed = cast(SequenceOf[object], given) if isinstance(given, list | tuple) else [given]
+    return tuple(
+        image_input(each, f"multi_modal_data.image[{place}]")
+        for place, each in enumerate(listed)
+        if given is not None
+    )

@@ -20,7 +20,6 @@ MAX_HISTORY_BYTES = 1 << 20
 MAX_UNREAD = 10
 
 Listen = Callable[[OnNews | None], object]
-"""Has a listener called on the event loop with what an engine does; None: no more."""
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(StepSummary | EngineChange).decode
@@ -71,7 +70,7 @@ class Viewer:
 
 
 class LiveSteps:
-    """On one event loop. `clock`: seconds, monotonic."""
+    """On one event loop."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -83,17 +82,14 @@ class LiveSteps:
 
     @property
     def is_attached(self) -> bool:
-        """There is an engine, which may still be loading."""
         return self._listen is not None
 
     def attach(self, listen: Listen) -> None:
-        """Of an engine that has started."""
         self._listen = listen
         if self._viewers:
             listen(self.take)
 
-    def detach(self) -> None:
-        """The engine has ended. Viewers stay: another one may follow."""
+    def detach(self) -> None:  # viewers stay: another engine may follow
         if self._listen is not None:
             self._listen = None
             self.take("unloaded")
@@ -125,7 +121,6 @@ class LiveSteps:
             viewer.close()
 
     def forget_viewers(self) -> None:
-        """Their event loop is closed, so that none of them can read any more."""
         if self._viewers:
             self._viewers.clear()
             self._end_if_unwatched()

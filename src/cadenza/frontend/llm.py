@@ -17,8 +17,7 @@ from cadenza.engine.batch_engine import Submit, run_steps
 from cadenza.errors import InvalidRequestError, must_be, show
 from cadenza.events import Event
 from cadenza.fingerprint import Fingerprint
-from cadenza.frontend.loaded_model import EngineOwner, load_model
-from cadenza.frontend.model_tokenizer import ModelTokenizer
+from cadenza.frontend.loaded_model import EngineOwner, ModelTokenizer, load_model
 from cadenza.frontend.output_processor import OutputProcessor, OutputRouter, check_kind
 from cadenza.frontend.prepared_request import (
     Message,
@@ -38,16 +37,9 @@ _News = dict[int, OutputProcessor]
 
 
 class LLM:
-    """A model and its engine.
-
-    Args:
-        model: a folder in Hugging Face's layout, a GGUF file or a hub id; None is the bundled
-            model.
-        options: the engine's flags of `cadenza serve` as keywords (`EngineOptions`).
-
-    Raises:
-        CheckpointError, ConfigError, DeviceUnavailableError: it could not be loaded.
-    """
+    """A model and its engine. `model` is a folder in Hugging Face's layout, a GGUF file or a hub
+    id; None is the bundled model. `options` are the engine's flags of `cadenza serve` as keywords.
+    Raises CheckpointError, ConfigError, DeviceUnavailableError: it could not be loaded."""
 
     def __init__(self, model: str | Path | None = None, **options: Unpack[EngineOptions]) -> None:
         self._loaded = load_model(model, config_from_options(options))
@@ -64,7 +56,7 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Frees the memory; idempotent. Nothing in a forked child, where the memory is a copy."""
+        """Idempotent. Nothing in a forked child, where the memory is a copy."""
         if self._owner.is_here:
             self._loaded.close()
 
@@ -99,14 +91,12 @@ class LLM:
 
         Args:
             prompts: a text, a list of token ids, one of vLLM's dictionaries, or a list of these.
-            params: one for all, or one for each prompt. `SamplingParams` are taken as they are; a
-                mapping names some of its fields, and the others, like all of None's, are as the
-                checkpoint recommends.
-            progress: a bar on stderr, if that is a terminal, with what is done and the speed.
-            use_tqdm: vLLM's name of the same; tqdm, or what makes a bar of its kind, shows that.
+            params: one for all, or one for each. `SamplingParams` are taken as they are; the fields
+                that a mapping leaves out, like all of None's, are as the checkpoint recommends.
+            progress: a bar on stderr, if that is a terminal; `use_tqdm` is vLLM's name of it, and
+                shows what tqdm, or another maker of bars, makes.
 
-        Raises:
-            InvalidRequestError: a prompt or its params cannot be served; nothing was started.
+        Raises InvalidRequestError: a prompt or its params cannot be served; nothing was started.
         """
         return self._run(self._prepare(_prompt_list(prompts), params), progress and use_tqdm)
 
@@ -121,9 +111,9 @@ class LLM:
         use_tqdm: bool | MakeBar = True,
     ) -> list[RequestOutput]:
         """Answers one conversation or several, through the model's chat template; otherwise as
-        `generate`. A part of a message's content may be an image, as
-        {"type": "image", "image": …} with a PIL image, a file's bytes, a path or a data: URL, or as
-        {"type": "image_url", …} of OpenAI's API."""
+        `generate`. A part of a message's content may be an image: {"type": "image", "image": …}
+        with a PIL image, a file's bytes, a path or a data: URL, or {"type": "image_url", …} of
+        OpenAI's API."""
         conversations = _conversation_list(messages)
         chosen = self._params_for(len(conversations), params)
         return self._run(
@@ -143,17 +133,9 @@ class LLM:
         progress: bool = True,
         use_tqdm: bool | MakeBar = True,
     ) -> list[EmbeddingRequestOutput]:
-        """The embedding of every prompt, from the model's last hidden states; in their order.
-
-        Args:
-            prompts: as of `generate`.
-            params: for all of them; None is as the checkpoint recommends.
-            truncate_prompt_tokens: keep only the last tokens of each prompt.
-            progress, use_tqdm: as of `generate`.
-
-        Raises:
-            InvalidRequestError: a prompt or the params cannot be served; nothing was started.
-        """
+        """The embedding of every prompt, from the model's last hidden states, in their order.
+        `params` are for all of them, None as the checkpoint recommends; with
+        `truncate_prompt_tokens` only the last tokens of each are kept; otherwise as `generate`."""
         given, text = prompt_only(truncate_prompt_tokens), self._text
         pooled = RequestOptions(pooling=PoolingParams() if params is None else params)
         prepared = (text.prepare(each, given, pooled) for each in _prompt_list(prompts))
@@ -180,13 +162,11 @@ class LLM:
         tools: SequenceOf[Message] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Iterator[RequestOutput]:
-        """Streams the answer to one conversation, as `chat` and `stream` do."""
         asked = conversation_of(messages, tools, chat_template_kwargs)
         return self._stream([self._text.prepare(asked, params)], kind)
 
     @property
     def _text(self) -> TextFrontend:
-        """Raises EngineClosedError in a forked child, before anything is computed."""
         self._owner.check()
         return self._loaded.text
 
@@ -251,9 +231,9 @@ class LLM:
     def _pump(
         self, waiting: deque[PreparedRequest], on_step: Callable[[], object]
     ) -> Iterator[OutputProcessor]:
-        """Fills the engine's queue and steps it; yields the requests that have new output. Calls
-        `on_step` before each step. Several streams may be read in turns: a step of any of them may
-        bring news of the others, which those yield before they step themselves."""
+        """Fills the engine's queue and steps it; yields the requests that have new output. Several
+        streams may be read in turns: a step of any of them may bring news of the others, which
+        those yield before they step themselves."""
         news: _News = {}
         open_ids: set[int] = set()
 
@@ -369,7 +349,6 @@ class KeptInterrupts:
                 self.deliver()
 
     def deliver(self) -> None:
-        """Calls the caller's handler if Ctrl-C came; raises what it raises."""
         if self.is_set and self._handler is not None:
             self.is_set = False
             self._handler(signal.SIGINT, inspect.currentframe())

@@ -2,10 +2,13 @@
 comes before it: it prepares requests before the engine is loaded, and its plan can be replaced."""
 
 import os
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any, Literal, overload
 
 from cadenza.backends import BACKENDS, Backends
 from cadenza.checkpoint.folder import Checkpoint, OnProgress
@@ -14,7 +17,7 @@ from cadenza.engine.core import EngineCore
 from cadenza.errors import EngineClosedError
 from cadenza.fingerprint import Fingerprint
 from cadenza.frontend.answers import AnswerParsers
-from cadenza.frontend.prepared_request import NO_WORKERS, TextWorkers
+from cadenza.frontend.prepared_request import NO_WORKERS, Message, TextWorkers, conversation_of
 from cadenza.frontend.sparse_prompts import SparsePrompts
 from cadenza.frontend.text_frontend import DEFAULT_PARSERS, TextFrontend
 from cadenza.loading.build import (
@@ -25,8 +28,8 @@ from cadenza.loading.build import (
     reserve_planned,
 )
 from cadenza.loading.engine_plan import EnginePlan
+from cadenza.loading.memory import MemoryReservation
 from cadenza.loading.planned_engine import PlannedEngine
-from cadenza.loading.reserved_memory import MemoryReservation
 from cadenza.sparse_prefill import LOOK_AHEAD_TOKENS
 
 
@@ -42,7 +45,6 @@ class EngineOwner:
         return os.getpid() == self.pid
 
     def check(self) -> None:
-        """Raises EngineClosedError in another process."""
         if not self.is_here:
             raise EngineClosedError(
                 f"the engine was loaded in process {self.pid}, of which process {os.getpid()} is a "
@@ -112,10 +114,9 @@ def open_model(
     *,
     backends: Backends = BACKENDS,
 ) -> PlannedModel:
-    """Opens a checkpoint and its text front end, and plans its engine; loads no weights.
-    `on_progress`: is called while the weights are loaded. `backends`: the backends that
-    `config.backend` selects from. Raises CheckpointError, ConfigError, DeviceUnavailableError: as
-    their docstrings say."""
+    """Opens a checkpoint and its text front end, and plans its engine from one of `backends`; loads
+    no weights. `on_progress` is called while they are loaded. Raises CheckpointError, ConfigError,
+    DeviceUnavailableError."""
     engine = open_planned(model, config, backends)
     checkpoint, plan = engine.checkpoint, engine.plan
     text = open_text(checkpoint, config, plan)
@@ -133,7 +134,7 @@ def load_model(
     *,
     backends: Backends = BACKENDS,
 ) -> LoadedModel:
-    """`open_model`, then `PlannedModel.load`. Raises what they raise."""
+    """`open_model`, then `PlannedModel.load`."""
     return open_model(model, config, backends=backends).load(on_phase)
 
 
@@ -159,3 +160,83 @@ def open_text(
             scored = plan.scorer_limits.max_model_len - LOOK_AHEAD_TOKENS
         text.sparse = SparsePrompts(config=chosen, scored_tokens=scored)
     return text
+
+
+class ModelTokenizer:
+    """The result of `get_tokenizer`."""
+
+    def __init__(self, text: TextFrontend) -> None:
+        self._text = text
+
+    @property
+    def vocab_size(self) -> int:
+        return self._described["vocab_size"]
+
+    @property
+    def special_tokens(self) -> dict[str, int]:
+        """The texts of bos, eos, unk and pad, as far as there are such, with their ids."""
+        described = self._described
+        names = [name.removesuffix("_id") for name in described if name.endswith("_token_id")]
+        return {
+            described[name]: described[f"{name}_id"]
+            for name in names
+            if described[f"{name}_id"] is not None
+        }
+
+    @property
+    def bos_token_id(self) -> int | None:
+        return self._described["bos_token_id"]
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return self._described["eos_token_id"]
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Spelled control tokens are text, unless a chat template wrote them. Raises
+        InvalidRequestError."""
+        return [*self._text.encode(text, add_special_tokens=add_special_tokens)]
+
+    def decode(self, token_ids: SequenceOf[int], skip_special_tokens: bool = False) -> str:
+        return self._text.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def convert_ids_to_tokens(self, token_ids: SequenceOf[int]) -> list[str | None]:
+        """The vocabulary's entries; None for an unused id. Raises InvalidRequestError."""
+        return [self._text.piece_of(token_id) for token_id in token_ids]
+
+    @overload
+    def apply_chat_template(
+        self,
+        messages: SequenceOf[Message],
+        tools: SequenceOf[Message] | None = None,
+        *,
+        tokenize: Literal[True] = True,
+        **options: Any,
+    ) -> list[int]: ...
+
+    @overload
+    def apply_chat_template(
+        self,
+        messages: SequenceOf[Message],
+        tools: SequenceOf[Message] | None = None,
+        *,
+        tokenize: Literal[False],
+        **options: Any,
+    ) -> str: ...
+
+    def apply_chat_template(
+        self,
+        messages: SequenceOf[Message],
+        tools: SequenceOf[Message] | None = None,
+        *,
+        tokenize: bool = True,
+        **options: Any,
+    ) -> list[int] | str:
+        """The prompt's token ids, or its text. `options`: `add_generation_prompt` (true by
+        default), `continue_final_message`, and the template's own. Raises InvalidRequestError:
+        there is no template, or it rejects the messages."""
+        text, ids = self._text.render_chat(conversation_of(messages, tools, options))
+        return [*ids] if tokenize else text
+
+    @property
+    def _described(self) -> Mapping[str, Any]:
+        return self._text.describe_tokenizer()

@@ -17,15 +17,14 @@ from cadenza.errors import (
     show,
 )
 from cadenza.frontend.answers import AnswerParsers, AnswerPlanner, AskedAnswer
-from cadenza.frontend.given_images import PooledPixels
 from cadenza.frontend.image_prompts import (
     ImagePrompts,
-    PixelSource,
     PlannedImage,
+    PooledPixels,
     Rendered,
     Spanned,
 )
-from cadenza.frontend.model_facts import facts_of
+from cadenza.frontend.sampling_defaults import facts_of
 from cadenza.media.image_input import ImageInput, images_of
 from cadenza.request import Attachment
 from cadenza.text import ChatTemplate, Tokenizer
@@ -35,12 +34,16 @@ from cadenza.text.answers.generic_tools import (
     with_description,
     with_listed_calls,
 )
-from cadenza.text.answers.tool_calls import HARMONY, LFM2
+from cadenza.text.answers.harmony import HARMONY, harmony_messages, harmony_tools
+from cadenza.text.answers.listed_calls import LFM2
 from cadenza.text.templates.chat import plain_objects
-from cadenza.text.templates.harmony_messages import harmony_messages, harmony_tools
-from cadenza.text.templates.message_forms import other_forms, reads_responses_only, with_responses
+from cadenza.text.templates.message_forms import (
+    other_forms,
+    reads_responses_only,
+    stable_messages,
+    with_responses,
+)
 from cadenza.text.templates.notices import Notices
-from cadenza.text.templates.stable_prompts import stable_messages
 from cadenza.vision.processor import ImageProcessor
 
 logger = logging.getLogger(__name__)
@@ -50,28 +53,25 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatPrompt:
-    """A prompt that the chat template renders, up to where the assistant answers. `tools`: as chat
-    templates read them. `asked`: of the answer, which is split into reasoning, content and calls,
-    and constrained as it is asked for; None: its text stays whole, unless it is messages in
-    channels."""
+    """A prompt that the chat template renders, up to where the assistant answers."""
 
     messages: SequenceOf[Message]
-    tools: SequenceOf[Message] | None = None
+    tools: SequenceOf[Message] | None = None  # as chat templates read them
     template_kwargs: Mapping[str, Any] | None = None
+    # None: the answer's text stays whole, unless it is messages in channels
     asked: AskedAnswer | None = None
 
 
 class ModelPrompts:
     """Texts and ids of one checkpoint's prompts. Without a `template` it refuses conversations,
-    without a `tokenizer` texts, and images where the model does not see. `pixels`: of its images;
-    None: by processes of its own."""
+    without a `tokenizer` texts, and images where the model does not see."""
 
     def __init__(
         self,
         checkpoint: Checkpoint,
         tokenizer: Tokenizer | None,
         parsers: AnswerParsers,
-        pixels: PixelSource | None,
+        pixels: PooledPixels | None,
     ) -> None:
         self._name = facts_of(checkpoint).name
         self.tokenizer = tokenizer
@@ -96,7 +96,6 @@ class ModelPrompts:
 
     @property
     def has_reasoning(self) -> bool:
-        """Whether the model marks its reasoning, as far as the template shows."""
         return self.planner is not None and self.planner.has_reasoning
 
     @property
@@ -133,12 +132,11 @@ class ModelPrompts:
 
     @property
     def image_processor(self) -> ImageProcessor | None:
-        """The model's; None where it does not see."""
         return None if self._images is None else self._images.processor
 
     def close(self) -> None:
         if self._images is not None:
-            self._images.source.close()
+            self._images.pixels.close()
 
     def rendered(self, prompt: ChatPrompt) -> Rendered:
         """Up to where the assistant answers. Raises InvalidRequestError."""
@@ -156,7 +154,7 @@ class ModelPrompts:
         return self._need_images().planned(images)
 
     def given(self, prompt: str, images: SequenceOf[ImageInput]) -> Rendered:
-        """A raw prompt with a placeholder for each of its images. Raises InvalidRequestError."""
+        """A raw prompt with a placeholder for each of its images."""
         return Rendered(self._need_images().marked(prompt), images)
 
     def spanned(
@@ -167,8 +165,7 @@ class ModelPrompts:
         add_special_tokens: bool = False,
     ) -> Spanned:
         """Token ids of a text in which a template has written its special tokens; its images need
-        only have headers. Raises TextTooLongError: there are more than `max_num_tokens`. Raises
-        InvalidRequestError: there is no tokenizer, or it or an image fails."""
+        only have headers. Raises TextTooLongError, InvalidRequestError."""
         tokenizer = self.need_tokenizer()
 
         def encode(text: str) -> SequenceOf[int]:
@@ -194,7 +191,6 @@ class ModelPrompts:
         return self._need_images().attachments(spanned)
 
     def need_tokenizer(self) -> Tokenizer:
-        """Raises InvalidRequestError without one."""
         if self.tokenizer is None:
             raise InvalidRequestError(
                 "this model has no tokenizer.json; give token ids instead of text", param="prompt"
@@ -241,7 +237,6 @@ class ModelPrompts:
         messages: SequenceOf[Message],
         tools: SequenceOf[Message] | None,
     ) -> tuple[SequenceOf[Message], SequenceOf[Message] | None]:
-        """As the template has room for them, so that it skips none of them."""
         format = None if self.planner is None else self.planner.tool_format
         is_listed = format is LFM2 and template.reads_tools and not template.renders_calls
         if format is HARMONY or self._reads_responses or is_listed:
@@ -267,7 +262,6 @@ class ModelPrompts:
         tools: SequenceOf[Message] | None,
         variables: dict[str, Any],
     ) -> str:
-        """As given; where the template refuses that, in the first form that it takes."""
         try:
             return template.render(messages, tools, **variables)
         except MessagesRefusedError as refusal:
@@ -293,7 +287,6 @@ class ModelPrompts:
         messages: SequenceOf[Message],
         tools: SequenceOf[Message] | None,
     ) -> bool:
-        """Whether a conversation has tools, or calls, for which its template has no place."""
         if self._is_strict or self.planner is None or template.reads_tools:
             return False
         if not (_are_objects(messages) and _are_objects(() if tools is None else tools)):

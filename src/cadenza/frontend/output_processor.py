@@ -37,17 +37,13 @@ TEXT_FAILED = "the answer's text could not be made; the log has the cause"
 
 
 def check_kind(kind: object) -> None:
-    """Raises InvalidRequestError unless it is an `OutputKind`."""
     if not isinstance(kind, str) or kind not in get_args(OutputKind):
         raise must_be("kind", kind, f"one of {', '.join(get_args(OutputKind))}")
 
 
 class OutputProcessor:
-    """Collects the events of `request_id`, under which `prepared` was submitted. `fingerprint` is
-    that of the engine's answers, where it is known; receipts need it. `answer_schema` is what
-    answers are checked by at their end, if anything (`checked`). `num_cached_tokens`, `cache_miss`,
-    `prompt_use` and the properties of the prompt are as in `RequestOutput`; `kept` is as in
-    `Started`."""
+    """Collects the events of `request_id`, under which `prepared` was submitted. `fingerprint`: of
+    the engine's answers, where it is known; receipts need it."""
 
     __slots__ = (
         "_fingerprint",
@@ -93,8 +89,8 @@ class OutputProcessor:
 
     @property
     def fingerprint(self) -> Fingerprint | None:
-        """None until the engine's is known, and until it is known whether the prompt is pruned,
-        which is when the request starts."""
+        """None until the engine's is known, and until it is known whether the prompt is pruned:
+        when the request starts."""
         request, use, own = self._prepared.request, self.prompt_use, self._fingerprint
         is_whole = request.sparse_prefill is None or (use is not None and use.whole_because)
         if own is None or is_whole:
@@ -155,7 +151,6 @@ class OutputProcessor:
             self.prompt_use = started_use(self._prepared.request, event)
 
     def abort(self) -> None:
-        """Ends the output where it is, with the reason `abort`."""
         try:
             while self._running:
                 next(iter(self._running.values())).abort()
@@ -169,7 +164,6 @@ class OutputProcessor:
         self._running.clear()
 
     def fail_text(self, error: Exception) -> None:
-        """Ends the output with an error, because `push` raised `error`."""
         logger.error("no text of request %d: %s", self.request_id, describe_fault(error))
         self.fail("text_failed", TEXT_FAILED)
 
@@ -177,7 +171,7 @@ class OutputProcessor:
         return self._make_output([self._complete(each, each.output()) for each in self._samples])
 
     def take(self) -> list[CompletionOutput]:
-        """What is new of each sample since the last call; without samples that have nothing new."""
+        """What is new of each sample since the last call."""
         return [
             self._complete(each, new) for each in self._samples if (new := each.take()) is not None
         ]
@@ -266,7 +260,7 @@ class OutputRouter:
         self._open[processor.request_id] = processor
 
     def remove(self, request_id: int) -> bool:
-        """Removes a request; False when it had finished or was not there."""
+        """False when the request had finished or was not there."""
         return self._open.pop(request_id, None) is not None
 
     def push(self, events: Iterable[Event]) -> list[OutputProcessor]:
@@ -294,7 +288,6 @@ class OutputRouter:
         return list(news.values())
 
     def fail_all(self, error: str) -> list[OutputProcessor]:
-        """Ends every request with an error, because the engine is gone."""
         failed = list(self._open.values())
         self._open.clear()
         for processor in failed:

@@ -8,22 +8,18 @@ from typing import Any, cast
 
 from cadenza.engine.request_check import CheckedRequest, RequestCheck
 from cadenza.errors import InvalidRequestError, show
-from cadenza.fingerprint import Receipt
-from cadenza.frontend.given_images import images_of_prompt, with_images
-from cadenza.frontend.image_prompts import PixelSource, Spanned
+from cadenza.frontend.image_prompts import PooledPixels, Spanned, images_of_prompt, with_images
 from cadenza.frontend.model_prompts import ChatPrompt, Message
 from cadenza.media.image_input import ImageInput
 from cadenza.outputs import PromptUse
+from cadenza.receipt import Receipt
 from cadenza.request import PoolingParams, Request
 from cadenza.tenant import ONE_TENANT, Tenant
-from cadenza.text.answers.output_parser import MakeParser
-from cadenza.text.schemas.grammar import FormChecks
-from cadenza.text.schemas.grammar_check import IN_PROCESS
+from cadenza.text.answers.part_parser import MakeParser
+from cadenza.text.schemas.grammar import IN_PROCESS, FormChecks
 
 MEMBERS = ("prompt", "prompt_token_ids", "cache_salt", "multi_modal_data")
-
-LONG_TEXT = 2048
-"""Texts of more characters are tokenised on another thread than the event loop's."""
+LONG_TEXT = 2048  # longer texts are tokenised on another thread than the event loop's
 
 Prompt = str | Sequence[int] | Mapping[str, object]
 """A text, token ids, or vLLM's dictionary: a text in `prompt`, or ids in `prompt_token_ids`, which
@@ -56,19 +52,16 @@ Seal = Callable[[Receipt], Receipt]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOptions:
-    """What is asked of a request besides its prompt and its sampling. `pooling`: its prompt becomes
-    an embedding; None: an answer is generated. `add_special_tokens`: to a plain text. `prediction`:
-    a text that the output may repeat in part. `most_in_all`: tokens of prompt and answer together,
-    at which the answer ends, as it does with the context; None: an answer that does not fit the
-    context is refused. `has_receipt`: finished samples have a receipt (`receipts.with_receipt`).
-    `counts_prompt`: the refusal of a prompt beyond the context says how many tokens it has."""
+    """What is asked of a request besides its prompt and its sampling."""
 
-    pooling: PoolingParams | None = None
-    add_special_tokens: bool = True
-    prediction: str = ""
+    pooling: PoolingParams | None = None  # the prompt becomes an embedding
+    add_special_tokens: bool = True  # to a plain text
+    prediction: str = ""  # a text that the output may repeat in part
+    # Tokens of prompt and answer together, at which the answer ends, as it does with the context;
+    # None: an answer that does not fit the context is refused.
     most_in_all: int | None = None
-    has_receipt: bool = False
-    counts_prompt: bool = False
+    has_receipt: bool = False  # finished samples have one
+    counts_prompt: bool = False  # the refusal of a prompt beyond the context counts its tokens
 
 
 PLAIN = RequestOptions()
@@ -76,47 +69,38 @@ PLAIN = RequestOptions()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """On which terms a request is admitted: who asks, and of which engine. `check`: the engine's;
-    None: the engine checks the request when it is submitted. `opens_images`: where they lack their
-    pixels; otherwise a request is left `pending`. `seal`: a receipt that was asked for."""
+    """On which terms a request is admitted: who asks, and of which engine."""
 
-    check: RequestCheck | None = None
+    check: RequestCheck | None = None  # the engine's; None: it checks what is submitted
     tenant: Tenant = ONE_TENANT
     cache_salt: str = ""
     priority: int = 0
-    opens_images: bool = True
+    opens_images: bool = True  # otherwise a request without their pixels is left `pending`
     seal: Seal = lambda receipt: receipt
 
 
-OWN_TERMS = Terms()
-"""Of a program with an engine of its own."""
+OWN_TERMS = Terms()  # of a program with an engine of its own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedRequest:
-    """A request whose text options are tokens, and how its output is made. `text`: the prompt's
-    text, where it was given as text. `make_parser`: of its samples' parsers; None leaves the text
-    whole. `checked`: the request, where it has passed a check. `prompt_use`: how much of its prompt
-    is computed, where less than all was asked for. `seal`: that of finished samples' receipts;
-    None: they have none (`receipts.with_receipt`). `pending`: the prompt whose images have no
-    pixels yet (`TextFrontend.completed`)."""
+    """A request whose text options are tokens, and how its output is made."""
 
-    text: str | None
+    text: str | None  # the prompt's, where it was given as text
     request: Request
-    make_parser: MakeParser | None = None
-    checked: CheckedRequest | None = None
-    prompt_use: PromptUse | None = None
-    seal: Seal | None = None
-    pending: Spanned | None = None
+    make_parser: MakeParser | None = None  # of its samples' parsers; None leaves the text whole
+    checked: CheckedRequest | None = None  # the request, where it has passed a check
+    prompt_use: PromptUse | None = None  # where less than the whole prompt was asked for
+    seal: Seal | None = None  # of finished samples' receipts; None: they have none
+    pending: Spanned | None = None  # the prompt whose images have no pixels yet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextWorkers:
-    """What is done for a text front end elsewhere. `checks`: of the forms of requests. `pixels`: of
-    images; None: by processes of its own."""
+    """What is done for a text front end elsewhere."""
 
-    checks: FormChecks = IN_PROCESS
-    pixels: PixelSource | None = None
+    checks: FormChecks = IN_PROCESS  # of the forms of requests
+    pixels: PooledPixels | None = None  # None: the model's own
 
 
 NO_WORKERS = TextWorkers()
@@ -124,8 +108,7 @@ NO_WORKERS = TextWorkers()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenPrompt:
-    """What is computed, a text or token ids; the text that it came from, if any; the salt; the
-    images of a text."""
+    """A prompt, and the text that it came from, if any."""
 
     content: str | Sequence[int]
     text: str | None
@@ -182,7 +165,6 @@ def text_length(prompt: object) -> int:
 
 
 def takes_long(prompt: object) -> bool:
-    """Whether preparing it may take longer than an event loop should wait."""
     form = cast(Mapping[str, object], prompt) if isinstance(prompt, Mapping) else None
     has_images = form is not None and form.get("multi_modal_data") is not None
     return has_images or text_length(cast(object, prompt)) > LONG_TEXT

@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.live import Live
 
-FIRST_S = 0.5
-"""Seconds before the line appears: what is done sooner needs none."""
+FIRST_S = 0.5  # before the line appears: what is done sooner needs none
 EVERY_S = 0.1
 BAR_WIDTH = 24
 
@@ -32,7 +31,6 @@ class BatchProgress:
 
     @property
     def text(self) -> str:
-        """Say 12/64 done, 16 rows, 345.6 tok/s."""
         rows = "1 row" if self.num_rows == 1 else f"{self.num_rows} rows"
         parts = [f"{self.num_done}/{self.num_requests} done", rows]
         if self.num_tokens and self.elapsed_s > 0:
@@ -71,7 +69,6 @@ class ProgressLine:
 
     @property
     def is_due(self) -> bool:
-        """Whether `show` would draw; never without a terminal."""
         return self._clock() >= self._due_s
 
     def show(self, *, num_done: int, num_rows: int, num_tokens: int) -> None:
@@ -114,8 +111,7 @@ class TqdmBar(Protocol):
     def close(self) -> object: ...
 
 
-MakeBar = Callable[..., TqdmBar]
-"""As vLLM calls it: with `total`, `desc`, `dynamic_ncols` and `postfix`."""
+MakeBar = Callable[..., TqdmBar]  # called with `total`, `desc`, `dynamic_ncols`, `postfix`
 
 
 class MadeBar:
@@ -148,7 +144,6 @@ class MadeBar:
 
 
 def batch_progress(num_requests: int, wanted: bool | MakeBar | None) -> ProgressLine | MadeBar:
-    """Raises InvalidRequestError where `wanted` is neither true, false nor callable."""
     if wanted is None or isinstance(wanted, bool):
         return progress_line(num_requests, is_wanted=bool(wanted))
     if not callable(wanted):

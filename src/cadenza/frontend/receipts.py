@@ -13,14 +13,15 @@ from msgspec import UNSET
 
 from cadenza.engine.sample_seed import seed_of_sample
 from cadenza.errors import InvalidRequestError
-from cadenza.fingerprint import Fingerprint, Receipt, digest_of_logprobs
+from cadenza.fingerprint import Fingerprint
 from cadenza.frontend.prepared_request import OWN_TERMS, PreparedRequest, Terms
 from cadenza.outputs import CompletionOutput
+from cadenza.receipt import Receipt, digest_of_logprobs
 from cadenza.request import Request
 
 
 def with_receipt(prepared: PreparedRequest, terms: Terms = OWN_TERMS) -> PreparedRequest:
-    """The request with a receipt of each sample, for which it gets log probabilities."""
+    """The request with log probabilities, which the receipts of its samples need."""
     request = prepared.request
     if request.constraint is not None and request.constraint.is_needed:
         raise InvalidRequestError(

@@ -9,16 +9,16 @@ from cadenza.events import ErrorKind, Finished, FinishReason
 from cadenza.outputs import CompletionOutput, Logprob, OutputPart
 from cadenza.text import IncrementalDetokenizer, StopMatcher
 from cadenza.text.answers.content_stops import ContentStops, ShownText
-from cadenza.text.answers.output_parser import OutputParser
+from cadenza.text.answers.part_parser import OutputParser
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """How a sample ended; `num_generated_tokens` is the number for usage."""
+    """How a sample ended."""
 
     finish_reason: FinishReason
     stop_reason: int | str | None
-    num_generated_tokens: int
+    num_generated_tokens: int  # for usage
     error: str | None = None
     error_kind: ErrorKind | None = None
     error_fields: tuple[str, ...] = ()
@@ -26,11 +26,9 @@ class Ending:
 
 
 class SampleOutput:
-    """Sample `index` of a request. `detokenizer`: a fresh one; None shows token ids only.
-    `matcher`: of the request's stop strings; None when it has none. `num_unsearched`: text of so
-    many first tokens is not searched for stop strings (`min_tokens`). `parser`: a fresh one, which
-    splits the text into parts; None leaves it whole. With the stop strings in it there is no
-    `matcher`."""
+    """Sample `index` of a request. Without a `detokenizer` it shows token ids only; text of the
+    first `num_unsearched` tokens is not searched for stop strings (`min_tokens`); a `parser` splits
+    the text into parts, and where it searches it for stop strings there is no `matcher`."""
 
     __slots__ = (
         "_accepted",
@@ -76,13 +74,11 @@ class SampleOutput:
         self._ending: Ending | None = None
         # Characters given to the matcher up to the end of each token, where there is a matcher.
         self._ends: list[int] = []
-        self._accepted: list[int] = []
-        """The places of the tokens that were drafted."""
+        self._accepted: list[int] = []  # indices of the tokens that were drafted
         self._num_rejected = 0
         self._num_searched = 0
+        # What `take` has returned: numbers of tokens and texts, the end, and the number of parts.
         self._taken = (0, 0, False, 0)
-        """What `take` has returned: numbers of tokens and texts, the end, and the number of
-        parts."""
 
     @property
     def is_finished(self) -> bool:
@@ -110,7 +106,7 @@ class SampleOutput:
         return count if end is None else min(count, bisect_left(self._ends, end) + 1)
 
     def count_drafts(self, *, is_accepted: bool, num_rejected: int) -> None:
-        """What the next token tells of drafts; to be called before it is pushed."""
+        """To be called before the token that tells of drafts is pushed."""
         if is_accepted:
             self._accepted.append(len(self._token_ids))
         self._num_rejected += num_rejected
@@ -214,7 +210,6 @@ class SampleOutput:
         self._parts += shown.parts
 
     def _count_reasoning(self) -> None:
-        """Tokens after which the text is within reasoning."""
         parser = self._stops or self._parser
         if parser is not None and parser.is_reasoning:
             self._num_reasoning += 1

@@ -1,28 +1,29 @@
-"""`SamplingDefaults`: values of fields that a request does not set, from a checkpoint's
-recommendations, and their description. Invariant: a default never makes a valid request invalid."""
+"""What a checkpoint says of itself: `SamplingDefaults`, values of sampling fields that a request
+does not set, and `ModelFacts`, for clients. Invariant: a default never makes a valid request
+invalid."""
 
+from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 from operator import index
 from typing import Any, Literal, cast
 
+from cadenza.checkpoint.folder import Checkpoint
 from cadenza.checkpoint.generation_defaults import ASSUMED_OF_GGUF, GenerationDefaults
 from cadenza.errors import InvalidRequestError, show
+from cadenza.models.declaration import count_parameters
 from cadenza.option import is_integer
 from cadenza.request import DEFAULTS, PARAMETERS, SamplingParams
 
 FIELD_NAMES = tuple(PARAMETERS)
-
-_RECOMMENDABLE = {
+_RECOMMENDABLE = {  # fields of `GenerationDefaults`
     name: each.recommended for name, each in PARAMETERS.items() if each.recommended is not None
 }
-"""Maps sampling parameters to fields of `GenerationDefaults`."""
 
 DESCRIBED = tuple(name for name in _RECOMMENDABLE if not name.endswith("_tokens"))
-"""Those that are no lengths."""
 
+# "llama.cpp": what it assumes for fields that a GGUF file leaves open; "neutral": no change.
 SamplingSource = Literal["model", "llama.cpp", "neutral"]
-"""The checkpoint's recommendations; what llama.cpp assumes for fields that a GGUF file leaves open;
-or no change to the distribution."""
 
 
 class SamplingDefaults:
@@ -62,9 +63,9 @@ class SamplingDefaults:
         return f"{shown} ({those}as in llama.cpp: the file recommends none)"
 
     def complete(self, given: Mapping[str, object], *, room: int | None = None) -> SamplingParams:
-        """`SamplingParams` with the `given` fields; the others have their default values. `room`:
-        tokens left in the context; limits a recommended `max_tokens`. Raises InvalidRequestError:
-        an unknown field, or a value out of bounds."""
+        """`SamplingParams` with the `given` fields and the defaults of others; `room`, the tokens
+        left in the context, bounds a recommended `max_tokens`. Raises InvalidRequestError: an
+        unknown field, or a value out of bounds."""
         unknown = [name for name in given if name not in (*FIELD_NAMES, "structured_outputs")]
         if unknown:
             raise InvalidRequestError(
@@ -87,3 +88,55 @@ class SamplingDefaults:
         most = values.get("max_tokens", DEFAULTS["max_tokens"])
         if shortest is not None and "min_tokens" not in given and is_integer(most):
             values["min_tokens"] = min(int(shortest), most)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """A model as it is stored."""
+
+    name: str  # of its folder or file, or of its repository on a hub
+    family: str
+    format: Literal["safetensors", "gguf"]
+    digest: str
+    num_parameters: int | None  # None for models that only a backend can read, as `num_bytes`
+    num_bytes: int | None
+    stored_type: str  # of most bytes of the weights, such as bfloat16 or Q4_K
+    hidden_size: int | None
+    num_layers: int | None
+    vocab_size: int
+    max_position_embeddings: int
+    can_generate: bool
+
+
+def facts_of(checkpoint: Checkpoint) -> ModelFacts:
+    outline = checkpoint.outline
+    config = checkpoint.config if checkpoint.is_known else None
+    return ModelFacts(
+        name=_name_of(checkpoint),
+        family=outline.family,
+        format=checkpoint.format,
+        digest=checkpoint.digest,
+        num_parameters=None if config is None else count_parameters(config),
+        num_bytes=checkpoint.num_weight_bytes if checkpoint.is_known else None,
+        stored_type=_stored_type(checkpoint) if checkpoint.is_known else outline.dtype,
+        hidden_size=None if config is None else config.hidden_size,
+        num_layers=None if config is None else config.num_layers,
+        vocab_size=outline.vocab_size,
+        max_position_embeddings=outline.max_position_embeddings,
+        can_generate=checkpoint.can_generate,
+    )
+
+
+def _stored_type(checkpoint: Checkpoint) -> str:
+    weights, num_bytes = checkpoint.weights, Counter[str]()
+    for name in weights:
+        num_bytes[weights.stored_type(name)] += weights.num_bytes(name)
+    ((found, _),) = num_bytes.most_common(1)
+    return found
+
+
+def _name_of(checkpoint: Checkpoint) -> str:
+    folder = checkpoint.folder
+    is_snapshot = folder.parent.name == "snapshots"
+    name = folder.parent.parent.name if is_snapshot else folder.name
+    return name.removeprefix("models--").replace("--", "/") if is_snapshot else name

@@ -19,26 +19,21 @@ from cadenza.sparse_prefill import (
     POOL,
     PromptSpan,
     SparsePrefill,
-    SpecPrefillChoice,
-    SpecPrefillConfig,
     kept_of_mask,
 )
+from cadenza.spec_prefill_config import SpecPrefillChoice, SpecPrefillConfig
 from cadenza.text.tokens.provenance import MarkedText
 
 WholeReason = Literal[
-    "declined",
-    "off",
-    "pooling",
+    "declined",  # the request asked for all of it
+    "off",  # the server prunes none
+    "pooling",  # an embedding needs all of it
     "prompt_logprobs",
     "images",
-    "repetition_penalty",
-    "short",
-    "draft_context",
+    "repetition_penalty",  # tokens that were left out would not be penalised
+    "short",  # below the threshold
+    "draft_context",  # longer than the draft model's context
 ]
-"""Why a prompt is not pruned. In order: its request asked for all of it; the server prunes none;
-its embedding, or log probabilities of its tokens, need all of it; it has images; tokens that were
-left out would not be penalised; it is below the threshold; it is longer than the draft model's
-context."""
 
 WHOLE_REASONS: tuple[str, ...] = get_args(WholeReason)
 
@@ -47,20 +42,17 @@ Render = Callable[[Sequence[Message]], str]
 Encode = Callable[[str], Sequence[int]]
 
 _FROM_SYSTEM = ("system", "developer")
-_OTHER_CONTENT = "\ue000"
-"""A character that no message begins with, for finding where one begins."""
+_OTHER_CONTENT = "\ue000"  # with which no message begins
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SparsePrompts:
-    """Of one server. `config`: None where it prunes none. `scored_tokens`: of the longest prompt
-    that the draft model scores; None: any."""
+    """Of one server."""
 
-    config: SpecPrefillConfig | None = None
-    scored_tokens: int | None = None
+    config: SpecPrefillConfig | None = None  # None: it prunes none
+    scored_tokens: int | None = None  # of the longest prompt that the draft model scores
 
     def scored_by(self, scored_tokens: int | None) -> "SparsePrompts":
-        """With an engine that scores prompts of so many tokens at most."""
         if scored_tokens == self.scored_tokens:
             return self
         return replace(self, scored_tokens=scored_tokens)
@@ -86,8 +78,7 @@ class SparsePrompts:
         return replace(request, sparse_prefill=sparse)
 
     def planned_use(self, request: Request) -> PromptUse | None:
-        """How much of a resolved request's prompt is computed, or why all; None where nobody asked
-        for less."""
+        """Of a resolved request; None where nobody asked for less than all."""
         num_tokens, sparse = len(request.prompt_token_ids), request.sparse_prefill
         if sparse is None and self.config is None and not request.params.spec_prefill:
             return None
@@ -97,7 +88,6 @@ class SparsePrompts:
         return PromptUse(num_kept_tokens=num_kept, num_skipped_tokens=num_tokens - num_kept)
 
     def whole_because(self, request: Request) -> WholeReason | None:
-        """Why a request's prompt is not to be pruned; None if it is."""
         config, params = self.config, request.params
         if params.spec_prefill is False:
             return "declined"
@@ -152,7 +142,6 @@ def whole_use(num_tokens: int, because: str | None) -> PromptUse:
 
 
 def started_use(request: Request, event: Started) -> PromptUse:
-    """What is computed of the prompt of a request with a sparse prefill that has started."""
     num_tokens = len(request.prompt_token_ids)
     if event.kept is None:
         return whole_use(num_tokens, event.whole_because)
@@ -164,9 +153,8 @@ def places_in(
     messages: Sequence[Message], text: str, ids: Sequence[int], render: Render, encode: Encode
 ) -> list[PromptSpan]:
     """Where the tokens of a conversation are that are kept: its head, up to the first message that
-    is no system text, and the beginning of the user's last message. `text`: the rendered
-    conversation; `render` makes it of other messages. `ids`: of the text; `encode` makes them of a
-    part of it."""
+    is no system text, and the beginning of the user's last message. `render` makes the text of
+    other messages, `encode` the ids of a part of it."""
     places = [place for place, each in enumerate(messages) if each.get("role") == "user"]
     others = [n for n, each in enumerate(messages) if each.get("role") not in _FROM_SYSTEM]
     if not others:

@@ -1,6 +1,5 @@
-"""`TextFrontend`: prompts in and text out, for one checkpoint. Knows no running engine. Invariant:
-a checkpoint without tokenizer.json serves token ids, and refuses text with an error that says
-so."""
+"""`TextFrontend`: prompts in and text out, for one checkpoint. Invariant: a checkpoint without
+tokenizer.json serves token ids, and refuses text with an error that says so."""
 
 import logging
 from collections.abc import Mapping
@@ -28,14 +27,12 @@ from cadenza.frontend.image_prompts import (
     Spanned,
     keep_last,
 )
-from cadenza.frontend.model_facts import facts_of
-from cadenza.frontend.model_prompts import Message, ModelPrompts
+from cadenza.frontend.model_prompts import ChatPrompt, Message, ModelPrompts
 from cadenza.frontend.prepared_request import (
     NO_WORKERS,
     OWN_TERMS,
     PLAIN,
     AnyPrompt,
-    ChatPrompt,
     PreparedRequest,
     RequestOptions,
     ScoredPair,
@@ -45,7 +42,7 @@ from cadenza.frontend.prepared_request import (
 )
 from cadenza.frontend.receipts import with_receipt
 from cadenza.frontend.sample_output import SampleOutput
-from cadenza.frontend.sampling_defaults import SamplingDefaults
+from cadenza.frontend.sampling_defaults import SamplingDefaults, facts_of
 from cadenza.frontend.sparse_prompts import SparsePrompts, places_in
 from cadenza.option import is_integer
 from cadenza.request import PoolingParams, Request, SamplingParams, prompt_only
@@ -60,7 +57,7 @@ from cadenza.text import (
     plan_decoder,
 )
 from cadenza.text.answers.content_stops import ContentStops
-from cadenza.text.answers.output_parser import MakeParser, PlacedParser
+from cadenza.text.answers.part_parser import MakeParser, PlacedParser
 from cadenza.text.schemas.grammar import (
     DEFAULT_STYLE,
     GrammarCheck,
@@ -75,8 +72,7 @@ logger = logging.getLogger(__name__)
 DEFAULT_PARSERS = AnswerParsers()
 WHOLE_PROMPTS = SparsePrompts()
 ANY_ANSWER = AskedAnswer()
-_SCORED_ROLES = ('"query"', '"document"')
-"""As the template of a reranker names them."""
+_SCORED_ROLES = ('"query"', '"document"')  # as the template of a reranker names them
 FingerprintT = TypeVar("FingerprintT", Fingerprint, Fingerprint | None)
 Params = SamplingParams | Mapping[str, object] | None
 """`SamplingParams` are complete; a mapping, or None, gets the checkpoint's recommendations for the
@@ -84,12 +80,9 @@ other fields."""
 
 
 class TextFrontend:
-    """Tokenizer, chat template and sampling defaults of a checkpoint. `generation_config`: "none"
-    ignores the checkpoint's recommended sampling, and what is assumed of a GGUF file without one.
-    `max_model_len`: the context length, where it is known; bounds a recommended length. `workers`:
-    that check forms and open images. `parsers`: of reasoning and tool calls in answers. `sparse`
-    says which prompts are pruned: none, until it is set; `tokenizer` is None without
-    tokenizer.json."""
+    """Tokenizer, chat template and sampling defaults of a checkpoint. `generation_config` "none"
+    ignores the recommended sampling; `max_model_len` bounds a recommended length, where it is
+    known; `sparse` says which prompts are pruned: none, until it is set."""
 
     def __init__(
         self,
@@ -184,8 +177,7 @@ class TextFrontend:
         return self._admitted(self._prepared(request, written, options, terms), terms)
 
     def completed(self, prepared: PreparedRequest, terms: Terms = OWN_TERMS) -> PreparedRequest:
-        """A pending request with its images' pixels. Slow; on any thread. Raises
-        InvalidRequestError."""
+        """A pending request with its images' pixels. Slow. Raises InvalidRequestError."""
         if prepared.pending is None:
             return prepared
         attachments = self.prompts.attachments(prepared.pending, None)
@@ -197,7 +189,6 @@ class TextFrontend:
     def _written_within(
         self, most: int | None, prompt: AnyPrompt, params: Params, options: RequestOptions
     ) -> "_Written":
-        """The prompt as tokens, at most so many. Raises ContextLengthError."""
         try:
             return self._written(prompt, options, most)
         except TextTooLongError as error:
@@ -246,7 +237,6 @@ class TextFrontend:
     def _completed(
         self, params: Params, options: RequestOptions, terms: Terms, num_tokens: int
     ) -> SamplingParams:
-        """The parameters of a prompt of so many tokens; those that are not given are defaults."""
         if params is None and options.pooling is not None:
             return prompt_only()
         if not isinstance(params, SamplingParams):
@@ -265,7 +255,6 @@ class TextFrontend:
         return replace(params, max_tokens=None if most >= context else room)
 
     def _predicted(self, prediction: str, most: int | None) -> tuple[int, ...]:
-        """Raises InvalidRequestError if there are more than `most` tokens."""
         encode = self.prompts.need_tokenizer().encode
         try:
             return tuple(encode(prediction, add_special_tokens=False, max_num_tokens=most))
@@ -284,7 +273,6 @@ class TextFrontend:
         terms: Terms,
         pending: Spanned | None = None,
     ) -> PreparedRequest:
-        """With the text options as tokens, and the plan of the answer to a conversation."""
         check = self.checks.start()
         request, make_parser = self._resolved(request, check), None
         conversation = written.conversation
@@ -307,7 +295,6 @@ class TextFrontend:
     def _admitted(
         self, prepared: PreparedRequest, terms: Terms, written: "_Written | None" = None
     ) -> PreparedRequest:
-        """Pruned if need be, and checked. `written`: its prompt, where it may be pruned."""
         request, check, sparse = prepared.request, terms.check, self.sparse
         if check is not None:
             sparse = sparse.scored_by(check.scored_tokens)
@@ -330,9 +317,6 @@ class TextFrontend:
         return places_in(conversation.messages, text, ids, render, encode)
 
     def _resolved(self, request: Request, check: GrammarCheck) -> Request:
-        """Cuts the prompt to `truncate_prompt_tokens`, makes token ids of `bad_words` and a
-        constraint of `structured`, and sets default pooling. Raises InvalidRequestError without a
-        needed tokenizer.json, or for embeddings-only models."""
         if request.pooling is None and not self._can_generate:
             raise InvalidRequestError(
                 "this model has no head and cannot generate; ask for embeddings "
@@ -395,7 +379,7 @@ class TextFrontend:
         add_special_tokens: bool = True,
         max_num_tokens: int | None = None,
     ) -> tuple[int, ...]:
-        """Token ids of a prompt; ids pass as they are. Raises as `prepare`."""
+        """Ids pass as they are. Raises as `prepare`."""
         if isinstance(prompt, str):
             encode = self.prompts.need_tokenizer().encode
             return tuple(
@@ -406,9 +390,8 @@ class TextFrontend:
     def render_chat(
         self, conversation: ChatPrompt, *, add_special_tokens: bool = False
     ) -> tuple[str, tuple[int, ...]]:
-        """The prompt's text and ids, up to where the assistant answers. Raises as `prepare`.
-        `add_special_tokens`: also add the tokenizer's special tokens; most templates write theirs
-        themselves."""
+        """The prompt's text and ids, up to where the assistant answers. Raises as `prepare`. Most
+        templates write the special tokens themselves."""
         rendered = self.prompts.rendered(conversation)
         spanned = self.prompts.spanned(rendered, add_special_tokens=add_special_tokens)
         return rendered.text, spanned.ids
@@ -416,7 +399,6 @@ class TextFrontend:
     def sample_output(
         self, params: SamplingParams, sample: int, make_parser: MakeParser | None = None
     ) -> SampleOutput:
-        """Without tokenizer.json it has no text."""
         tokenizer, plan = self.tokenizer, self._decoder_plan
         if tokenizer is None:
             return SampleOutput(sample, None)
@@ -442,7 +424,6 @@ class TextFrontend:
         return decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def text_of(self, token_id: int) -> str | None:
-        """One token's text, for display."""
         if self.tokenizer is None:
             return None
         text = self._texts.get(token_id)
@@ -460,13 +441,12 @@ class TextFrontend:
         return None if piece is None else bytes_of_token(piece)
 
     def piece_of(self, token_id: int) -> str | None:
-        """A token's entry in the vocabulary, such as `Ġcapital`; None for an unused id. Raises
-        InvalidRequestError without tokenizer.json."""
+        """A token's entry in the vocabulary, such as `Ġcapital`; None for an unused id."""
         return self.prompts.need_tokenizer().token_of(token_id)
 
     def describe_tokenizer(self) -> dict[str, Any]:
-        """The members of tokenizer_config.json that are known: special tokens by name, each with
-        its id, and the chat template."""
+        """What is known of tokenizer_config.json: special tokens with their ids, and the chat
+        template."""
         tokenizer = self.prompts.need_tokenizer()
         described: dict[str, Any] = {
             # The class that transformers loads a tokenizer.json as.
@@ -484,8 +464,6 @@ class TextFrontend:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Written:
-    """A prompt as tokens."""
-
     text: str | None
     spanned: Spanned
     cache_salt: str = ""

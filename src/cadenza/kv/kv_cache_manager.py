@@ -10,18 +10,16 @@ from typing import NamedTuple, Protocol
 from cadenza.batch.batch import Batch
 from cadenza.batch.sequence import PageCopy, Sequence
 from cadenza.config import EngineLimits
-from cadenza.events import CacheMiss
-from cadenza.kv.page_keys import Content, PageKeys
+from cadenza.kv.page_keys import PageKeys
 from cadenza.kv.page_pool import PageClass, PagePool
 from cadenza.kv.page_quotas import PageQuotas
-from cadenza.kv.prefix_cache import ROOT, Coming, InFlightPrefixes, Prefix, PrefixCache
-from cadenza.kv.prefix_misses import (
-    LookedUpPrompt,
-    PrefixMisses,
-    miss_in_pages,
-    miss_in_slots,
-    misses_in_pages,
-    no_misses,
+from cadenza.kv.prefix_cache import (
+    ROOT,
+    Coming,
+    InFlightPrefixes,
+    Prefix,
+    PrefixCache,
+    kv_content_of,
 )
 from cadenza.kv.recurrent_states import RecurrentStates
 from cadenza.kv.sequence_states import SequenceStates
@@ -98,7 +96,7 @@ class KVCacheManager:
             return self._fork(source)
         if sequence.needs_prompt_rows:
             return Prefix()
-        content = _content_of(sequence)
+        content = kv_content_of(sequence)
         if self.slot_prefixes is not None:
             slot = self.slot_prefixes.find(sequence, content)
             return (
@@ -131,38 +129,9 @@ class KVCacheManager:
             return (), ROOT
         return self.prefix_cache.find(
             self.page_keys(sequence),
-            _content_of(sequence),
+            kv_content_of(sequence),
             num_pages=self._num_usable(sequence),
         )
-
-    def misses_of(
-        self, sequence: Sequence, prefix: Prefix
-    ) -> tuple[PrefixMisses, CacheMiss | None]:
-        """Why a starting prompt is not all in `prefix`, and where the look-up ended, if early."""
-        misses, num_tokens = no_misses(), sequence.num_prompt_tokens
-        num_missing = num_tokens - prefix.num_cached_tokens
-        if sequence.needs_prompt_rows:
-            misses["prompt_logprobs" if sequence.pool is None else "pooling"] = num_missing
-        else:
-            misses["tail"] = min(1, num_missing)
-            misses["cold"] = num_missing - misses["tail"]
-        content = _content_of(sequence)
-        if self.slot_prefixes is not None and not sequence.needs_prompt_rows:
-            closest = self.slot_prefixes.closest(content, num_tokens)
-            return misses, miss_in_slots(closest, prefix.num_cached_tokens, num_tokens)
-        if self.prefix_cache is None:
-            return misses, None
-        prompt = LookedUpPrompt(
-            keys=self.page_keys(sequence),
-            content=content,
-            num_tokens=num_tokens,
-            num_found_pages=prefix.num_published,
-            num_matched_pages=prefix.num_matched,
-            is_skipped=sequence.needs_prompt_rows,
-        )
-        if not sequence.needs_prompt_rows:
-            misses = misses_in_pages(self.prefix_cache, self.in_flight_prefixes, prompt)
-        return misses, miss_in_pages(self.prefix_cache, self.in_flight_prefixes, prompt)
 
     def num_uncached_tokens(self, sequence: Sequence) -> int:
         """Tokens of a waiting sequence that are not in the prefix cache; a hit is not confirmed."""
@@ -176,7 +145,7 @@ class KVCacheManager:
         """Of full pages; empty without a prefix cache."""
         if self.prefix_cache is None:
             return []
-        self.prefix_cache.page_keys.extend(sequence.page_keys, _content_of(sequence))
+        self.prefix_cache.page_keys.extend(sequence.page_keys, kv_content_of(sequence))
         return sequence.page_keys
 
     def is_prefix_coming(self, sequence: Sequence) -> bool:
@@ -425,7 +394,7 @@ class KVCacheManager:
         tenant = sequence.tenant
         if self.slot_prefixes is not None:
             slot = sequence.page_table[0]
-            if self.slot_prefixes.publish(sequence, _content_of(sequence), num_tokens):
+            if self.slot_prefixes.publish(sequence, kv_content_of(sequence), num_tokens):
                 if self.page_quotas.try_cache(tenant, slot, PageClass.PROMPT):
                     self.pool.mark_cached(slot)
                 else:
@@ -462,7 +431,7 @@ class KVCacheManager:
         is_known = self.prefix_cache.page_of(key) is not None
         if not is_known and not self.page_quotas.try_cache(tenant, page_id, page_class):
             return None
-        content = _content_of(sequence)
+        content = kv_content_of(sequence)
         own, is_taken = self.prefix_cache.publish(
             page_id, index, sequence.page_keys, content, serial
         )
@@ -504,7 +473,7 @@ class KVCacheManager:
 
     def _class_of(self, sequence: Sequence, index: int) -> PageClass:
         num_tokens = (index + 1) * self.page_size
-        if _content_of(sequence).is_displaced(num_tokens):
+        if kv_content_of(sequence).is_displaced(num_tokens):
             return PageClass.SPARSE
         is_prompt = num_tokens <= sequence.num_prompt_tokens
         return PageClass.PROMPT if is_prompt else PageClass.GENERATED
@@ -517,8 +486,3 @@ class KVCacheManager:
             self.prefix_cache.forget(page_id)
         if self.slot_prefixes is not None:
             self.slot_prefixes.forget(page_id)
-
-
-def _content_of(sequence: Sequence) -> Content:
-    request = sequence.request
-    return Content(sequence.token_ids, request.attachments, request.cache_salt, sequence.kept)

@@ -26,6 +26,11 @@ MAX_REMOVED_PAGES = 1 << 12
 ROOT = 0  # The parent serial of a first page
 
 
+def kv_content_of(sequence: Sequence) -> Content:
+    request, kept = sequence.request, sequence.prompt.kept
+    return Content(sequence.token_ids, request.attachments, request.cache_salt, kept)
+
+
 @dataclass(frozen=True, slots=True)
 class CachedPage:
     """Serials are unique, so `parent_serial` identifies the complete prefix before the page, which

@@ -10,8 +10,9 @@ from typing import Literal, get_args
 from cadenza.batch.sequence import Sequence
 from cadenza.events import CacheMiss, CacheMissReason
 from cadenza.figures import Figure
+from cadenza.kv.kv_cache_manager import KVCacheManager
 from cadenza.kv.page_keys import Content
-from cadenza.kv.prefix_cache import InFlightPrefixes, PrefixCache
+from cadenza.kv.prefix_cache import InFlightPrefixes, Prefix, PrefixCache, kv_content_of
 from cadenza.kv.slot_prefixes import Closest
 
 # In order: never computed, or forgotten long ago; computed, but its page was needed for something
@@ -119,74 +120,98 @@ PREFIX_FIGURES: tuple[Figure[PrefixCounts], ...] = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LookedUpPrompt:
-    """The first `num_found_pages` of a prompt's pages were found, `num_matched_pages` are cached,
-    with a snapshot of the state or not. `is_skipped`: its tokens are computed in any case."""
-
-    keys: SequenceOf[bytes]
-    content: Content
-    num_tokens: int
-    num_found_pages: int
-    num_matched_pages: int
-    is_skipped: bool
-
-
-def misses_in_pages(
-    cache: PrefixCache, in_flight: InFlightPrefixes, prompt: LookedUpPrompt
-) -> dict[MissReason, int]:
-    misses, size = no_misses(), cache.page_size
-    usable = (prompt.num_tokens - 1) // size
-    matched = max(prompt.num_matched_pages, prompt.num_found_pages)
-    misses["no_snapshot"] = (matched - prompt.num_found_pages) * size
-    for key in prompt.keys[matched:usable]:
-        if cache.was_evicted(key):
-            misses["evicted"] += size
-        elif in_flight.is_being_computed(key):
-            misses["in_flight"] += size
-        else:
-            misses["cold"] += size
-    misses["tail"] = prompt.num_tokens - prompt.num_found_pages * size - sum(misses.values())
-    return misses
-
-
-def miss_in_pages(
-    cache: PrefixCache, in_flight: InFlightPrefixes, prompt: LookedUpPrompt
-) -> CacheMiss | None:
-    """Where and why the look-up ended; None if only the page of the last token was not found."""
-    keys, found, size = prompt.keys, prompt.num_found_pages, cache.page_size
-    usable = (prompt.num_tokens - 1) // size
-    if found >= usable > 0:
-        return None
-    known = matched = max(found, prompt.num_matched_pages)
-    while known < usable and _is_known(cache, in_flight, keys[known]):
-        known += 1
-    common = cache.num_common(keys, prompt.content, known)
-    reason: CacheMissReason = "new" if common is None else "differs"
-    if matched > found:
-        reason = "no_snapshot"
-    elif known > found:
-        reason = "evicted" if cache.was_evicted(keys[found]) else "in_flight"
-    if prompt.is_skipped:
-        reason = "not_used"
-    elif not usable:
-        reason = "short"
-    return CacheMiss(
-        shared_tokens=min(known * size + (common or 0), prompt.num_tokens), reason=reason
+def misses_of(
+    kv_cache: KVCacheManager, sequence: Sequence, prefix: Prefix
+) -> tuple[PrefixMisses, CacheMiss | None]:
+    """Why the prompt of a starting sequence is not all in `prefix`, and where the look-up ended, if
+    early."""
+    misses, num_tokens = no_misses(), sequence.num_prompt_tokens
+    num_missing = num_tokens - prefix.num_cached_tokens
+    is_skipped = sequence.needs_prompt_rows
+    if is_skipped:
+        misses["prompt_logprobs" if sequence.prompt.pool is None else "pooling"] = num_missing
+    else:
+        misses["tail"] = min(1, num_missing)
+        misses["cold"] = num_missing - misses["tail"]
+    content = kv_content_of(sequence)
+    if kv_cache.slot_prefixes is not None and not is_skipped:
+        closest = kv_cache.slot_prefixes.closest(content, num_tokens)
+        return misses, _miss_in_slots(closest, prefix.num_cached_tokens, num_tokens)
+    if kv_cache.prefix_cache is None:
+        return misses, None
+    look_up = _LookUp(
+        cache=kv_cache.prefix_cache,
+        in_flight=kv_cache.in_flight_prefixes,
+        keys=kv_cache.page_keys(sequence),
+        num_tokens=num_tokens,
+        num_found=prefix.num_published,
+        num_matched=max(prefix.num_matched, prefix.num_published),
     )
+    return misses if is_skipped else look_up.misses(), look_up.miss(content, is_skipped=is_skipped)
 
 
-def miss_in_slots(closest: Closest, num_cached_tokens: int, num_tokens: int) -> CacheMiss | None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LookUp:
+    """Of a prompt's pages `num_found` were found, `num_matched` are cached, with a snapshot of the
+    state or not."""
+
+    cache: PrefixCache
+    in_flight: InFlightPrefixes
+    keys: SequenceOf[bytes]
+    num_tokens: int
+    num_found: int
+    num_matched: int
+
+    @property
+    def num_usable(self) -> int:
+        return (self.num_tokens - 1) // self.cache.page_size
+
+    def misses(self) -> dict[MissReason, int]:
+        misses, size = no_misses(), self.cache.page_size
+        misses["no_snapshot"] = (self.num_matched - self.num_found) * size
+        for key in self.keys[self.num_matched : self.num_usable]:
+            if self.cache.was_evicted(key):
+                misses["evicted"] += size
+            elif self.in_flight.is_being_computed(key):
+                misses["in_flight"] += size
+            else:
+                misses["cold"] += size
+        misses["tail"] = self.num_tokens - self.num_found * size - sum(misses.values())
+        return misses
+
+    def miss(self, content: Content, *, is_skipped: bool) -> CacheMiss | None:
+        """None if only the page of the last token was not found."""
+        keys, found, size = self.keys, self.num_found, self.cache.page_size
+        usable = self.num_usable
+        if found >= usable > 0:
+            return None
+        known = self.num_matched
+        while known < usable and self._is_known(keys[known]):
+            known += 1
+        common = self.cache.num_common(keys, content, known)
+        reason: CacheMissReason = "new" if common is None else "differs"
+        if self.num_matched > found:
+            reason = "no_snapshot"
+        elif known > found:
+            reason = "evicted" if self.cache.was_evicted(keys[found]) else "in_flight"
+        if is_skipped:
+            reason = "not_used"
+        elif not usable:
+            reason = "short"
+        shared_tokens = min(known * size + (common or 0), self.num_tokens)
+        return CacheMiss(shared_tokens=shared_tokens, reason=reason)
+
+    def _is_known(self, key: bytes) -> bool:
+        is_there = self.cache.page_of(key) is not None
+        return is_there or self.cache.was_evicted(key) or self.in_flight.is_being_computed(key)
+
+
+def _miss_in_slots(closest: Closest, num_cached_tokens: int, num_tokens: int) -> CacheMiss | None:
     if num_cached_tokens >= num_tokens - 1:
         return None
     return CacheMiss(
         shared_tokens=closest.num_common, reason="differs" if closest.goes_on else "new"
     )
-
-
-def _is_known(cache: PrefixCache, in_flight: InFlightPrefixes, key: bytes) -> bool:
-    is_there = cache.page_of(key) is not None
-    return is_there or cache.was_evicted(key) or in_flight.is_being_computed(key)
 
 
 def log_text(misses: PrefixMisses) -> str:

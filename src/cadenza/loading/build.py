@@ -21,6 +21,7 @@ from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.model_drafter import DraftModel
 from cadenza.engine.page_folder import PageFolder
 from cadenza.engine.scoring_steps import PromptScorerModel
+from cadenza.engine.step_works import WorkOptions
 from cadenza.errors import CheckpointError, ConfigError, show
 from cadenza.loading.draft import (
     check_target,
@@ -30,15 +31,18 @@ from cadenza.loading.draft import (
     plan_scorer,
 )
 from cadenza.loading.engine_plan import DraftPlan, EnginePlan, ExtraMemory
-from cadenza.loading.footprint import front_end_bytes_of
-from cadenza.loading.image_memory import usual_part
-from cadenza.loading.memory import HOST_MEMORY, HostMemory
-from cadenza.loading.page_folder import open_page_folder
+from cadenza.loading.footprint import front_end_bytes_of, usual_part
+from cadenza.loading.memory import (
+    HOST_MEMORY,
+    HostMemory,
+    MemoryReservation,
+    find_reserved,
+    record_reservation,
+)
 from cadenza.loading.plan import device_share, make_plan
 from cadenza.loading.planned_engine import PlannedEngine, cache_folder
-from cadenza.loading.reserved_memory import MemoryReservation, find_reserved, record_reservation
 from cadenza.loading.step_costs import StepCosts, open_step_costs
-from cadenza.models.sparse_support import window_of
+from cadenza.models.model_config import window_of
 from cadenza.models.towers.reader import VisionOptions
 from cadenza.scheduler.admission import RESERVED_OUTPUT
 from cadenza.scheduler.turns import POLICIES
@@ -279,7 +283,7 @@ def load_warm_runners(engine: PlannedEngine, on_phase_done: OnPhaseDone) -> Runn
     if plan.traits.kernels_note is not None:
         logger.info("%s", plan.traits.kernels_note)
     logger.debug("resolved configuration: %s", plan)
-    pages, costs = open_page_folder(engine), open_step_costs(engine)
+    pages, costs = engine.open_page_folder(), open_step_costs(engine)
     runners = replace(load_runners(engine), pages=pages, costs=costs)
     others = [each.checkpoint for each in (plan.draft, plan.scorer) if each is not None]
     for each in (engine.checkpoint, *others):
@@ -336,8 +340,10 @@ def make_core(
         compile_constraint=None if constraints is None else constraints.compile,
         page_folder=runners.pages,
         secret=prefix_secret,
-        image_cost=None if step_bound is None else _image_cost(engine, runner),
-        prompt_scorer=_with_cost(runners.scorer, None if step_bound is None else costs),
+        works=WorkOptions(
+            image_cost=None if step_bound is None else _image_cost(engine, runner),
+            prompt_scorer=_with_cost(runners.scorer, None if step_bound is None else costs),
+        ),
         window=None if config.sparse_prompts is None else window_of(engine.checkpoint.config),
     )
     return EngineCore(runner, limits, options)

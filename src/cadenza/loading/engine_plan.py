@@ -13,7 +13,7 @@ from cadenza.loading.footprint import Footprint
 from cadenza.request import Request
 from cadenza.scheduler.scoring_queue import MAX_SCORINGS
 from cadenza.sparse_prefill import LOOK_AHEAD
-from cadenza.weights.dtypes import WeightDType
+from cadenza.weights.weight_format import WeightDType
 
 SMALLEST_POOL = 1024  # the smallest pool that `pages_for_batch` asks for, in tokens
 

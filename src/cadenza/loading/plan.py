@@ -1,5 +1,6 @@
 """`make_plan`: resolves options, checkpoint and memory to concrete limits. Pure arithmetic. A plan
-fits the memory that it was made for; one request of `max_model_len` tokens fits its pool."""
+fits the memory that it was made for, and one request of `max_model_len` tokens its pool;
+`memory_shares` of engines side by side never exceed what is available."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,8 +18,13 @@ from cadenza.config import (
 )
 from cadenza.errors import ConfigError, show_size
 from cadenza.loading.engine_plan import EnginePlan, ExtraMemory, beside_others
-from cadenza.loading.footprint import QUEUED_PER_ROW, QueueBounds, footprint_of
-from cadenza.loading.image_memory import image_memory_of, plan_images
+from cadenza.loading.footprint import (
+    QUEUED_PER_ROW,
+    QueueBounds,
+    footprint_of,
+    image_memory_of,
+    plan_images,
+)
 from cadenza.loading.space import (
     Space,
     bytes_left,
@@ -36,7 +42,7 @@ from cadenza.loading.space import (
 from cadenza.models.declaration import declare, declare_embedding
 from cadenza.models.model_config import ModelConfig
 from cadenza.models.split import split_model
-from cadenza.weights.dtypes import WeightDType, item_bytes
+from cadenza.weights.weight_format import WeightDType, item_bytes
 
 
 def make_plan(
@@ -345,3 +351,32 @@ def _limits(
         state_snapshot_interval=config.state_snapshot_interval,
         slot_unit=slot_unit,
     )
+
+
+def memory_shares(weight_bytes: Sequence[int], num_engines: int, available_bytes: int) -> list[int]:
+    """Each model's bytes: its weights, and an equal share of what the largest `num_engines` models
+    leave. Raises ConfigError where these weights alone exceed what is available."""
+    ordered = sorted(weight_bytes, reverse=True)
+    rest_bytes = available_bytes - sum(ordered[:num_engines])
+    if rest_bytes > 0:
+        return [each + rest_bytes // num_engines for each in weight_bytes]
+    fitting = num_engines
+    while fitting > 1 and sum(ordered[:fitting]) >= available_bytes:
+        fitting -= 1
+    raise ConfigError(
+        f"--max-loaded-models {num_engines}: the weights of the {num_engines} largest models take "
+        f"{sum(ordered[:num_engines])} bytes, but {available_bytes} are available; set "
+        f"--max-loaded-models {fitting}, or choose a --quantization (each of the --replicas of a "
+        f"model counts as one)"
+    )
+
+
+def weight_bytes_of(checkpoint: Checkpoint, config: EngineConfig) -> int:
+    """Approximate bytes of a model's weights; 0 where only a backend can read them."""
+    if not checkpoint.is_known:
+        return 0
+    if config.quantization == "none":
+        return checkpoint.num_weight_bytes
+    model = checkpoint.config
+    formats = held_formats(model, checkpoint.weights)
+    return stored_bytes(declare(model), "bfloat16", config.quantization, formats)

@@ -1,8 +1,13 @@
-"""`PlannedEngine`: a model, the plan of its engine and its options; loads the runners. Nothing that
-streams depend on follows from the draft model; which tokens a sparse prefill keeps follows from the
-prompt scorer."""
+"""`PlannedEngine`: a model, the plan of its engine and its options; loads the runners, and names
+the files that it keeps. Nothing that streams depend on follows from the draft model; which tokens a
+sparse prefill keeps follows from the prompt scorer."""
 
+import logging
 import os
+import shutil
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -11,10 +16,80 @@ from cadenza.backends.base import Backend, Capability, Runner, RunnerSetup
 from cadenza.checkpoint.folder import Checkpoint
 from cadenza.config import EngineConfig
 from cadenza.engine.model_drafter import DraftModel
+from cadenza.engine.page_folder import PageFolder
 from cadenza.engine.scoring_steps import PromptScorerModel
+from cadenza.errors import show_size
 from cadenza.loading.engine_plan import EnginePlan
 from cadenza.loading.identity import Identity, identify
-from cadenza.loading.weight_cache import packed_weights_file
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_CACHE_BYTES = 16 << 30  # of `--weight-cache-bytes`
+DEFAULT_FOLDER_BYTES = 8 << 30  # of `--prefix-cache-disk-bytes`
+MIN_WEIGHT_BYTES = 64 << 20  # smaller models are quantised in a fraction of a second
+
+FREE_SHARE = 0.1  # of the disk stays free
+
+ABANDONED_S = 3600.0  # an incomplete file of this age has no writer any more
+
+_SUFFIX = ".packed"
+
+
+def packed_weights_file(
+    setup: RunnerSetup,
+    config: EngineConfig,
+    weight_bytes: int,
+    identify: Callable[[], Identity],
+) -> Path | None:
+    """The file for the packed weights of `setup`; None if they are not cached."""
+    max_bytes = max_cache_bytes(config)
+    if setup.quantization == "none" or setup.cache_folder is None:
+        return None
+    if not MIN_WEIGHT_BYTES <= weight_bytes <= max_bytes:
+        return None
+    folder = setup.cache_folder / "weights"
+    path = folder / f"{identify().digest('weights')}{_SUFFIX}"
+    if path.exists() or _make_room(folder, max_bytes, weight_bytes):
+        return path
+    return None
+
+
+def max_cache_bytes(config: EngineConfig) -> int:
+    chosen = config.weight_cache_bytes
+    return DEFAULT_CACHE_BYTES if chosen is None else chosen
+
+
+def _make_room(folder: Path, max_bytes: int, num_bytes: int) -> bool:
+    """Removes the least recently used files; whether `num_bytes` more may be written."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _remove_abandoned(folder)
+        files = sorted(folder.glob(f"*{_SUFFIX}"), key=lambda path: path.stat().st_mtime_ns)
+        sizes = {path: path.stat().st_size for path in files}
+        disk = shutil.disk_usage(folder)
+    except OSError as error:
+        logger.debug("quantised weights are not kept: %s", error.strerror)
+        return False
+    kept, free = sum(sizes.values()), disk.free
+    for path in files:
+        if kept + num_bytes <= max_bytes:
+            break
+        with suppress(OSError):
+            path.unlink()
+        kept, free = kept - sizes[path], free + sizes[path]
+    if free - num_bytes >= FREE_SHARE * disk.total:
+        return True
+    logger.debug("quantised weights are not kept: the disk has %s left", show_size(free))
+    return False
+
+
+def _remove_abandoned(folder: Path) -> None:
+    oldest = time.time() - ABANDONED_S
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if not entry.name.endswith(_SUFFIX) and entry.stat().st_mtime < oldest:
+                with suppress(OSError):
+                    os.unlink(entry)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +199,14 @@ class PlannedEngine:
     def _identify(self, checkpoint: Checkpoint, setup: RunnerSetup) -> Identity:
         return identify(checkpoint, setup, self.backend, self.plan.traits)
 
+    def open_page_folder(self) -> PageFolder | None:
+        """The folder of `--prefix-cache-disk` for the runner's pages; None without one. Reads all
+        weights once, unless their digest is cached. Raises ConfigError if it cannot be used."""
+        if self.config.prefix_cache_disk is None:
+            return None
+        folder, identity = Path(self.config.prefix_cache_disk), self.identity()
+        return PageFolder(folder, identity.digest("pages"), max_folder_bytes(self.config))
+
     def kept_weights(self) -> Path | None:
         """The cached file of packed weights that later loads read; None without one."""
         kept = self._kept_weights(self.checkpoint, self.setup(), self.plan.weight_bytes)
@@ -141,6 +224,10 @@ class PlannedEngine:
         return packed_weights_file(
             setup, self.config, weight_bytes, lambda: self._identify(checkpoint, setup)
         )
+
+
+def max_folder_bytes(config: EngineConfig) -> int:
+    return config.prefix_cache_disk_bytes or DEFAULT_FOLDER_BYTES
 
 
 def cache_folder() -> Path:

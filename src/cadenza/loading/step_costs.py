@@ -18,7 +18,7 @@ from cadenza.backends.base import Runner
 from cadenza.batch.step_cost import StepCost
 from cadenza.config import EngineLimits
 from cadenza.engine.calibration import measure_step_cost
-from cadenza.loading.content_digest import digest_of, replace_file
+from cadenza.loading.identity import digest_of, replace_file
 from cadenza.loading.memory import usable_cores
 from cadenza.loading.planned_engine import PlannedEngine
 

@@ -1,7 +1,7 @@
 """Images from outside: bytes that a client sent, or a URL, to upright RGB pixels.
 
-Owns every limit between a client's bytes and pixels. Knows no models, tokens or HTTP bodies.
-Invariant: importing this package does not import Pillow.
+Owns every limit between a client's bytes and pixels. Invariant: importing this package does not
+import Pillow.
 
 Modules:
 
@@ -9,7 +9,6 @@ Modules:
 - `headers`: format, size and orientation out of a file's header
 - `decoding`: from a file to upright RGB pixels
 - `decode_worker`, `decode_pool`: the same in processes that can be killed
-- `addresses`: which URLs and addresses may be fetched from
-- `fetching`: images by https
+- `fetching`: images by https, and which URLs and addresses may be fetched from
 - `opening`: all images of a request; the bytes in data URLs
 """

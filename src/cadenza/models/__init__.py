@@ -5,8 +5,8 @@ Modules:
 
 - `model_config`: `ModelConfig`, everything that the arithmetic of a model depends on
 - `layer_kind`: `LayerKind`, the heads or the recurrence of a layer, and groups of equal KV
-- `outline`: `ModelOutline`, what is known of a model whose arithmetic a backend brings
-- `config_json`: strict reading of config.json
+- `config_json`: strict reading of config.json; `ModelOutline`, what is known of a model whose
+  arithmetic a backend brings
 - `rope_config`, `rope_factors`: rotary settings, and their cosines and sines
 - `host_math`: logarithms, powers, cosines and sines with the same bits on every machine
 - `declaration`: every tensor, declared once; loading and random weights follow
@@ -15,7 +15,5 @@ Modules:
 - `wrapped_text`: the text model of a checkpoint that has towers for images or sound
 - `score_head`: the head of models that score a text
 - `split`: the part of each of several devices that share a model
-- `sparse_support`: the models that compute sparse prompts, and those that score prompts
 - `mtp_layout`: how the MTP layers of each family are stored and fed
-- `name_rules`: how names, and tensors of all experts, become the declared ones
 """

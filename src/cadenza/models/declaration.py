@@ -16,7 +16,6 @@ from cadenza.models.layer_kind import (
 )
 from cadenza.models.model_config import ExpertsConfig, ModelConfig
 from cadenza.models.tower_spec import declare_tower
-from cadenza.weights.dtypes import WEIGHT_DTYPES, as_weight_dtype
 from cadenza.weights.stored_tensor import StoredTensor
 from cadenza.weights.tensor_spec import (
     AttentionSpec,
@@ -38,6 +37,7 @@ from cadenza.weights.tensor_spec import (
     operands_of,
     tensors_of,
 )
+from cadenza.weights.weight_format import WEIGHT_DTYPES, as_weight_dtype
 from cadenza.weights.weights import Weights
 
 EMBEDDING = "model.embed_tokens.weight"

@@ -17,7 +17,7 @@ from cadenza.models.layer_kind import (
 from cadenza.models.mtp_layout import MTPLayout
 from cadenza.models.rope_config import RopeConfig
 from cadenza.vision.tower_config import VisionConfig
-from cadenza.weights.dtypes import WeightDType, item_bytes
+from cadenza.weights.weight_format import WeightDType, item_bytes
 
 MAX_VOCAB_SIZE = 1 << 22
 MAX_WIDTH = 1 << 20
@@ -312,3 +312,37 @@ class ModelConfig:
         if shape is None:
             return 0
         return len(self.recurrent_layers) * state_bytes_of(shape, item_bytes(dtype))
+
+
+def sparse_refusal(model: ModelConfig) -> str | None:
+    """Why a model computes no sparse prompts (`cadenza.sparse_prefill`); None if it does."""
+    if model.recurrence is not None:
+        return "it has layers with a recurrent state, which runs over every token"
+    windows = sorted({kind.window for kind in model.layer_kinds if kind.window is not None})
+    if len(windows) > 1:
+        return (
+            f"its layers have windows of {len(windows)} sizes, from {windows[0]} to {windows[-1]}"
+        )
+    return None
+
+
+def window_of(model: ModelConfig) -> int | None:
+    """The window of a model that computes sparse prompts; None if it has none."""
+    return next((kind.window for kind in model.layer_kinds if kind.window is not None), None)
+
+
+def scoring_refusal(model: ModelConfig) -> str | None:
+    """Why a model scores no prompts (`backends.base.PromptScorer`); None if it does."""
+    if model.recurrence is not None:
+        return "it has layers with a recurrent state"
+    if model.latent is not None:
+        return "its keys are latents"
+    if not scoring_layers(model):
+        return "each of its layers has a window"
+    return None
+
+
+def scoring_layers(model: ModelConfig) -> tuple[int, ...]:
+    """The layers whose attention scores prompts: those without a window, ascending."""
+    kinds = enumerate(model.layer_kinds)
+    return tuple(index for index, kind in kinds if kind.window is None and kind.recurrence is None)

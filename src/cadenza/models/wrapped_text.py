@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from cadenza.errors import CheckpointError
 from cadenza.json_object import JsonObject, shorten
-from cadenza.models.name_rules import NameRule, by_rules
+from cadenza.weights.weights import NameRule, by_rules
 
 TEXT_CONFIG = "text_config"
 

@@ -4,7 +4,7 @@ Modules:
 
 - `image_queue`: which image is encoded next, and how much of it in a step
 - `scoring_queue`: which prompts are scored for a sparse prefill, and how much in a step
-- `score_memo`: the scores of prompts that were scored lately
+- `scoring`: a prompt that is scored, and the scores of those that were scored lately
 - `admission`: whether pages suffice for a sequence to start; what running ones reserve
 - `turns`: the order in which sequences are scheduled and preempted; one policy a class
 - `fair_share`: which tenant is next, and what those under their share may preempt

@@ -20,7 +20,7 @@ from cadenza.figures import Figure
 from cadenza.kv.image_slots import ImageSlotCounts, ImageSlots
 from cadenza.kv.kv_cache_manager import KVCacheManager
 from cadenza.kv.prefix_cache import Prefix
-from cadenza.request import Attachment
+from cadenza.request import Attachment, Request
 from cadenza.scheduler.fair_share import FairShare
 from cadenza.scheduler.step_budget import PromptPart
 from cadenza.scheduler.step_work import StepDuration, StepPlan, StepWork
@@ -33,9 +33,17 @@ MAX_QUANTA = 4096  # Of a step
 # Of a step whose time is not bounded: alongside tokens, and without any.
 FREE_QUANTA, FREE_QUANTA_ALONE = 32, 256
 
-WorkOf = Callable[[Attachment], ImageWork]
-
 _end_of = attrgetter("end")
+
+
+@dataclass(frozen=True, slots=True)
+class ImageEncoding:
+    """Of a runner: `check` raises InvalidRequestError for what is no image, `work_of` says what an
+    image takes from its size alone; `cost` is None if it was not measured."""
+
+    check: Callable[[Attachment], None]
+    work_of: Callable[[Attachment], ImageWork]
+    cost: ImageCost | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -103,15 +111,14 @@ class ImageQueue(StepWork):
         limits: ImageLimits,
         kv_cache: KVCacheManager,
         fair_share: FairShare,
-        work_of: WorkOf,
-        cost: ImageCost | None = None,
+        encoder: ImageEncoding,
     ) -> None:
         self.slots = ImageSlots(limits.num_slots)
-        self.cost = cost or ImageCost()
+        self.cost = encoder.cost or ImageCost()
         self.counts = ImageCounts()
         self._kv_cache = kv_cache
         self._fair_share = fair_share
-        self._work_of = work_of
+        self._encoder = encoder
         # Those with images that have not ended, in the order of arrival
         self._sequences: dict[Sequence, None] = {}
         self._next: dict[Sequence, Attachment | None] = {}
@@ -129,6 +136,10 @@ class ImageQueue(StepWork):
     def encoding_for(self) -> Sequence | None:
         current = self._encoding
         return None if current is None or not current.num_done else current.sequence
+
+    def check(self, request: Request) -> None:
+        for part in request.attachments:
+            self._encoder.check(part)
 
     def add(self, sequence: Sequence) -> None:
         if sequence.request.attachments:
@@ -367,7 +378,7 @@ class ImageQueue(StepWork):
         image = self.slots.try_allocate(key, count, kept.__contains__)
         if image is None:
             return False
-        self._encoding = _Encoding(sequence, needed, image, self._work_of(needed))
+        self._encoding = _Encoding(sequence, needed, image, self._encoder.work_of(needed))
         return True
 
     def _awaiting(self, key: ImageKey) -> list[Preparing]:

@@ -6,7 +6,7 @@ what runs; scores follow from tokens."""
 import heapq
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import attrgetter
 
 from cadenza.batch.batch import Batch, BatchEntry
@@ -17,9 +17,16 @@ from cadenza.config import EngineLimits
 from cadenza.events import Preparing, WholePromptReason
 from cadenza.figures import Figure
 from cadenza.kv.kv_cache_manager import KVCacheManager
-from cadenza.request import Request, SamplingParams
 from cadenza.scheduler.fair_share import FairShare
-from cadenza.scheduler.score_memo import ScoreMemo, prompt_digest
+from cadenza.scheduler.scoring import (
+    ScoreMemo,
+    Scoring,
+    kept_unscored,
+    prompt_digest,
+    prune,
+    scored_sequence,
+    select_kept,
+)
 from cadenza.scheduler.step_budget import PromptBudget, PromptPart, PromptShares
 from cadenza.scheduler.step_work import StepDuration, StepPlan, StepWork
 from cadenza.sparse_prefill import (
@@ -27,7 +34,6 @@ from cadenza.sparse_prefill import (
     LOOK_AHEAD_TOKENS,
     KeptTokens,
     chunk_scores,
-    num_chunks,
 )
 from cadenza.tenant import Tenant
 
@@ -108,32 +114,6 @@ class ScoredStep:
     read_scores: ReadScores
 
 
-@dataclass(slots=True, eq=False)
-class _Scoring:
-    """`sequence` is the scorer's own, over the prompt and what is drawn after it. The last of
-    `num_queries` may not be read. `is_retried`: a step with it failed, so that its steps are its
-    own."""
-
-    digest: bytes
-    sequence: Sequence
-    num_tokens: int
-    waiters: dict[Sequence, None] = field(default_factory=dict[Sequence, None])
-    num_queries: int = 0
-    is_retried: bool = False
-
-    @property
-    def is_begun(self) -> bool:
-        return self.sequence.row is not None
-
-    @property
-    def can_go_on(self) -> bool:
-        return not self.sequence.num_pending_tokens and self.num_queries < LOOK_AHEAD
-
-    @property
-    def num_left(self) -> int:
-        return len(self.sequence.token_ids) - self.sequence.num_computed_tokens
-
-
 class ScoringQueue(StepWork):
     """The prompts of one scheduler's sequences that are to be scored."""
 
@@ -146,10 +126,10 @@ class ScoringQueue(StepWork):
         self._kv_cache = kv_cache
         self._fair_share = fair_share
         self._memo = ScoreMemo()
-        self._scorings: dict[bytes, _Scoring] = {}
+        self._scorings: dict[bytes, Scoring] = {}
         # Of waiting sequences, and of the scorer's own
-        self._scoring_of: dict[Sequence, _Scoring] = {}
-        self._begun: list[_Scoring] = []  # In the order in which they began
+        self._scoring_of: dict[Sequence, Scoring] = {}
+        self._begun: list[Scoring] = []  # In the order in which they began
         self._free_rows = list(range(options.limits.max_num_seqs))
         self._lacking: Sequence | None = None
         self._full: set[Sequence] = set()
@@ -171,17 +151,17 @@ class ScoringQueue(StepWork):
         if not sequence.awaits_kept:
             return
         if self._is_cached(sequence):
-            sequence.whole_because = "cached"
+            sequence.prompt.whole_reason = "cached"
             return
         digest = prompt_digest(sequence)
-        kept = _kept_unscored(sequence) or self._kept_before(sequence, digest)
+        kept = kept_unscored(sequence) or self._kept_before(sequence, digest)
         if kept is not None:
-            sequence.thin_out(kept)
+            prune(sequence, kept)
             return
         scoring = self._scorings.get(digest)
         if scoring is None:
             num_tokens = len(sequence.token_ids)
-            scoring = _Scoring(digest, _scored_sequence(sequence), num_tokens)
+            scoring = Scoring(digest, scored_sequence(sequence), num_tokens)
             self._scorings[digest] = self._scoring_of[scoring.sequence] = scoring
         scoring.waiters[sequence] = None
         self._scoring_of[sequence] = scoring
@@ -337,10 +317,10 @@ class ScoringQueue(StepWork):
             return False
         return self._kv_cache.find_prefix(sequence).num_tokens > sparse.cold_from
 
-    def _leaves_whole(self, scoring: _Scoring) -> bool:
+    def _leaves_whole(self, scoring: Scoring) -> bool:
         """Settles waiters of a prompt that is now largely cached; True if none is left."""
         for sequence in [each for each in scoring.waiters if self._is_cached(each)]:
-            sequence.whole_because = "cached"
+            sequence.prompt.whole_reason = "cached"
             self.remove(sequence)
         return not scoring.waiters
 
@@ -349,9 +329,9 @@ class ScoringQueue(StepWork):
         if scores is None:
             return None
         self.counts.num_remembered += 1
-        return _select(sequence, scores)
+        return select_kept(sequence, scores)
 
-    def _try_begin(self, scoring: _Scoring) -> bool:
+    def _try_begin(self, scoring: Scoring) -> bool:
         sequence = scoring.sequence
         if not self._kv_cache.try_grow(sequence, scoring.num_tokens + LOOK_AHEAD_TOKENS):
             return False
@@ -362,13 +342,13 @@ class ScoringQueue(StepWork):
         self._untold += [Preparing(request_id=each) for each in ids]
         return True
 
-    def _ready(self) -> list[_Scoring]:
+    def _ready(self) -> list[Scoring]:
         """One of a step that failed is alone."""
         ready = [each for each in self._begun if each.can_go_on]
         retried = [each for each in self._begun if each.is_retried][:1]
         return [each for each in retried if each.can_go_on] if retried else ready
 
-    def _add_entry(self, scored: Batch, scoring: _Scoring, count: int, *, is_bounded: bool) -> None:
+    def _add_entry(self, scored: Batch, scoring: Scoring, count: int, *, is_bounded: bool) -> None:
         sequence, start = scoring.sequence, scoring.sequence.num_computed_tokens
         end = start + count
         is_query = end >= scoring.num_tokens
@@ -390,7 +370,7 @@ class ScoringQueue(StepWork):
         sequence.num_sent_pages = len(sequence.page_table)
         self._charge(scoring, start, count, is_bounded=is_bounded)
 
-    def _charge(self, scoring: _Scoring, start: int, count: int, *, is_bounded: bool) -> None:
+    def _charge(self, scoring: Scoring, start: int, count: int, *, is_bounded: bool) -> None:
         payer = next(iter(scoring.waiters))
         if self.cost is None or not is_bounded:
             self._fair_share.charge_tokens(payer, count)
@@ -398,13 +378,13 @@ class ScoringQueue(StepWork):
             load = StepLoad().plus(start, count, 0)
             self._fair_share.charge_ms(payer, self.cost.predict_ms(load) - self.cost.fixed_ms)
 
-    def _current(self, entry: BatchEntry) -> _Scoring | None:
+    def _current(self, entry: BatchEntry) -> Scoring | None:
         """None if it has been given up or has begun again."""
         scoring = self._scoring_of.get(entry.sequence)
         is_current = entry.num_preemptions == entry.sequence.num_preemptions
         return scoring if is_current else None
 
-    def _finish(self, scoring: _Scoring, scores: Iterable[float] | None) -> None:
+    def _finish(self, scoring: Scoring, scores: Iterable[float] | None) -> None:
         try:
             found = None if scores is None else chunk_scores(scores, scoring.num_tokens)
         except ValueError:
@@ -415,22 +395,22 @@ class ScoringQueue(StepWork):
         self.counts.num_scored += 1
         self._memo.add(scoring.digest, found)
         for sequence in scoring.waiters:
-            sequence.thin_out(_select(sequence, found))
+            prune(sequence, select_kept(sequence, found))
         self._settle(scoring)
 
-    def _give_up(self, scoring: _Scoring, reason: WholePromptReason = "scoring_failed") -> None:
+    def _give_up(self, scoring: Scoring, reason: WholePromptReason = "scoring_failed") -> None:
         self.counts.num_failed += 1
         for sequence in scoring.waiters:
-            sequence.whole_because = reason
+            sequence.prompt.whole_reason = reason
         self._settle(scoring)
 
-    def _settle(self, scoring: _Scoring) -> None:
+    def _settle(self, scoring: Scoring) -> None:
         for sequence in scoring.waiters:
             del self._scoring_of[sequence]
         scoring.waiters.clear()
         self._drop(scoring)
 
-    def _drop(self, scoring: _Scoring) -> None:
+    def _drop(self, scoring: Scoring) -> None:
         del self._scorings[scoring.digest], self._scoring_of[scoring.sequence]
         if scoring.is_begun:
             self._rewind(scoring)
@@ -444,7 +424,7 @@ class ScoringQueue(StepWork):
             scoring.is_retried = True
         self.restart()
 
-    def _rewind(self, scoring: _Scoring) -> None:
+    def _rewind(self, scoring: Scoring) -> None:
         sequence = scoring.sequence
         assert sequence.row is not None
         heapq.heappush(self._free_rows, sequence.row)
@@ -455,37 +435,3 @@ class ScoringQueue(StepWork):
         del sequence.token_ids[scoring.num_tokens :]
         sequence.num_pending_tokens = 0
         scoring.num_queries = 0
-
-
-def _scored_sequence(waiter: Sequence) -> Sequence:
-    given = waiter.request
-    request = Request(
-        prompt_token_ids=given.prompt_token_ids,
-        params=SamplingParams(max_tokens=LOOK_AHEAD, temperature=0.0),
-        cache_salt=given.cache_salt,
-        tenant=given.tenant,
-    )
-    return Sequence(
-        request_id=waiter.request_id,
-        request=request,
-        seed=0,
-        max_num_tokens=len(given.prompt_token_ids) + LOOK_AHEAD,
-        stop_token_ids=waiter.stop_token_ids,
-        token_ids=list(given.prompt_token_ids),
-    )
-
-
-def _kept_unscored(sequence: Sequence) -> KeptTokens | None:
-    sparse = sequence.request.sparse_prefill
-    assert sparse is not None
-    num_tokens = len(sequence.token_ids)
-    count, num_kept = num_chunks(num_tokens), sparse.num_kept_chunks(num_tokens)
-    if num_kept not in (count, len(sparse.forced_chunks(num_tokens))):
-        return None
-    return sparse.select([0.0] * count, num_tokens)
-
-
-def _select(sequence: Sequence, scores: SequenceOf[float]) -> KeptTokens:
-    sparse = sequence.request.sparse_prefill
-    assert sparse is not None
-    return sparse.select(scores, len(sequence.token_ids))

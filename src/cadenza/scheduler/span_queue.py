@@ -51,7 +51,9 @@ class SpanQueue(StepWork):
     def serves(self, sequence: Sequence) -> bool:
         """Logit rows within spans and recurrent states need a whole step."""
         return (
-            bool(sequence.whole_spans) and not sequence.needs_prompt_rows and sequence.state is None
+            bool(sequence.prompt.spans)
+            and not sequence.needs_prompt_rows
+            and sequence.state is None
         )
 
     def limit(self, part: PromptPart, sequence: Sequence) -> PromptPart:
@@ -63,7 +65,7 @@ class SpanQueue(StepWork):
     def rest_of(self, sequence: Sequence, start: int) -> SpanRest | None:
         """None if another is held or was asked for in this step. A step of one retried sequence
         displaces the holder."""
-        span = cut_within(sequence.whole_spans, start + 1)
+        span = cut_within(sequence.prompt.spans, start + 1)
         if span is None:
             return None
         held, rows = self._held, WholeSpan(start, span.stop)

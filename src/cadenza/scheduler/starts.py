@@ -10,7 +10,7 @@ from cadenza.batch.sequence_list import RunningRows
 from cadenza.events import Started
 from cadenza.kv.kv_cache_manager import KVCacheManager
 from cadenza.kv.prefix_cache import Prefix
-from cadenza.kv.prefix_misses import PrefixCounts
+from cadenza.kv.prefix_misses import PrefixCounts, misses_of
 from cadenza.scheduler.admission import Reservations
 from cadenza.scheduler.step_budget import PromptPart, PromptShares, StepBudget
 from cadenza.scheduler.step_work import StepWork
@@ -42,7 +42,7 @@ class Starts:
             num_left=sequence.num_tokens - start,
             has_logits=sequence.needs_prompt_rows,
             is_first=self.turns.under_share.is_under_share(sequence.tenant.name),
-            spans=sequence.whole_spans,
+            spans=sequence.prompt.spans,
         )
         for work in self.works:
             part = work.limit(part, sequence)
@@ -144,7 +144,7 @@ class Starts:
             return False
         is_new, counts = sequence.num_cached_tokens is None, self.counts
         is_counted = is_new and counts is not None and not prefix.is_fork
-        misses = self.kv_cache.misses_of(sequence, prefix) if is_counted else None
+        misses = misses_of(self.kv_cache, sequence, prefix) if is_counted else None
         if not self.kv_cache.try_adopt(sequence, prefix):
             return False
         if is_new:
@@ -172,6 +172,6 @@ class Starts:
 def _started_event(sequence: Sequence) -> Started:
     return Started(
         request_id=sequence.request_id,
-        kept=None if sequence.kept is None else sequence.kept.mask,
-        whole_because=sequence.whole_because,
+        kept=None if sequence.prompt.kept is None else sequence.prompt.kept.mask,
+        whole_because=sequence.prompt.whole_reason,
     )

@@ -59,11 +59,11 @@ class StepBudget:
 
     def take_rows(self, sequence: Sequence, count: int) -> int:
         """For the next `count` tokens; returns how many have theirs."""
-        progress, start = sequence.prompt_rows, sequence.num_computed_tokens
+        progress, start = sequence.prompt.rows, sequence.num_computed_tokens
         if progress is None:
             return count
         count = progress.fit(start, count, self.num_rows)
-        count = fitting_count(sequence.whole_spans, start, count, most=0)
+        count = fitting_count(sequence.prompt.spans, start, count, most=0)
         self.num_rows -= len(progress.positions(start, start + count))
         return count
 

@@ -215,7 +215,7 @@ class StepResults:
 
     def _end_prompt(self, entry: BatchEntry, choices: StepChoices, index: int) -> Finished:
         """With `max_tokens` 0; pages are published only if logits are finite."""
-        sequence, pool = entry.sequence, entry.sequence.pool
+        sequence, pool = entry.sequence, entry.sequence.prompt.pool
         sequence.num_pending_tokens -= 1
         if pool is not None:
             pool.add(choices.hidden(range(index, index + 1)))
@@ -231,7 +231,7 @@ class StepResults:
         for entry in batch.entries:
             indices = range(stop, stop + len(entry.prompt_rows))
             stop = indices.stop
-            sequence, progress = entry.sequence, entry.sequence.prompt_rows
+            sequence, progress = entry.sequence, entry.sequence.prompt.rows
             if not indices or sequence.is_finished:
                 continue
             if not output.is_finite[indices.start : indices.stop].all():
@@ -242,8 +242,8 @@ class StepResults:
             if not fresh:
                 continue
             indices = indices[-len(fresh) :]
-            if sequence.pool is not None:
-                sequence.pool.add(choices.hidden(indices))
+            if sequence.prompt.pool is not None:
+                sequence.prompt.pool.add(choices.hidden(indices))
                 continue
             count = sequence.request.params.prompt_logprobs or 0
             found = tuple(choices.logprobs(index, count) for index in indices)
@@ -281,5 +281,5 @@ def finished_event(
         error_kind=kind,
         error_fields=ruling_fields(sequence) if kind == "none_allowed" else (),
         cache_miss=sequence.cache_miss,
-        embedding=None if sequence.pool is None else sequence.pool.embedding,
+        embedding=None if sequence.prompt.pool is None else sequence.prompt.pool.embedding,
     )

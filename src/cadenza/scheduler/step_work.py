@@ -12,6 +12,7 @@ from cadenza.batch.sequence import Sequence, WaitReason
 from cadenza.batch.step_cost import StepBound, StepCost
 from cadenza.figures import Figure
 from cadenza.kv.prefix_cache import Prefix
+from cadenza.request import Request
 from cadenza.scheduler.admission import Reservations
 from cadenza.scheduler.step_budget import SHORT_SHARE, PromptPart
 from cadenza.scheduler.turns import StepTurns
@@ -77,6 +78,9 @@ class StepWork(Protocol):
     def holders(self) -> SequenceOf[Sequence]:
         """Sequences of its own that hold pages."""
         return ()
+
+    def check(self, request: Request) -> None:
+        """Raises InvalidRequestError for what can never be served."""
 
     def add(self, sequence: Sequence) -> None:
         """A sequence has come."""

@@ -19,7 +19,6 @@ Modules:
 - `response_store`: stored responses, within bounds
 - `metrics`: Prometheus metrics
 - `errors`: every error answer
-- `dialect`: the shapes of errors and the headers of each API
 - `limits`: bounds, memory for bodies, threads for text, images of calls
 - `access`: API keys, CORS, names of the host
 - `tenants`: what each tenant may have, and what it has used of its rates

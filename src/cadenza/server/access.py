@@ -212,7 +212,6 @@ def _normal(origin: str) -> str:
 
 
 def _requested_names(headers: RawHeaders) -> list[str]:
-    """The headers that a page asks to send, bounded by the head's bounds."""
     listed = b",".join(_values(headers, b"access-control-request-headers")).split(b",")
     names = [name for name in (name.strip(b" \t") for name in listed) if name]
     for name in names:

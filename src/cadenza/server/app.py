@@ -5,7 +5,6 @@ Invariant: a path that is not declared open needs a key, even to be answered wit
 from starlette.routing import compile_path
 from starlette.types import Receive, Scope, Send
 
-from cadenza.server.dialect import dialect_of
 from cadenza.server.errors import (
     ApiError,
     bounds_exceeded,
@@ -29,6 +28,7 @@ from cadenza.server.routes import (
     OPEN_PATHS,
     ROUTES,
     base_url_advice,
+    dialect_of,
     make_handlers,
     make_ui_handlers,
 )
@@ -106,7 +106,6 @@ class App:
         await self._handler_of(exchange)(exchange)
 
     def _handler_of(self, exchange: Exchange) -> Handler:
-        """Raises ApiError (404, 405)."""
         method, path = exchange.scope["method"], exchange.scope["path"]
         for pattern, by_method in self._routes:
             found = pattern.match(path)
@@ -129,7 +128,6 @@ class App:
         return port is not None and scope["server"] is not None and scope["server"][1] == port
 
     def _tenant_of(self, exchange: Exchange, *, is_at_metrics_port: bool) -> str:
-        """Raises ApiError (401)."""
         options, path = self._service.options, exchange.scope["path"]
         keys = exchange.header(b"authorization"), exchange.header(b"x-api-key")
         tenant = options.keys.tenant_of(*keys)

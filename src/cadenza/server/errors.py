@@ -85,6 +85,15 @@ class ApiError(Exception):
         self.in_anthropic: str | None = None
         """The words of Anthropic's API, which its clients match; they precede the message there."""
 
+    @property
+    def with_field(self) -> str:
+        """The message, for APIs whose errors have no member for the field at fault."""
+        if self.in_anthropic is not None:
+            return f"{self.in_anthropic}. {self.message}"
+        if self.param is None or self.param in self.message:
+            return self.message
+        return f"{self.param}: {self.message}"
+
     def body(self) -> bytes:
         return msgspec.json.encode(self.as_object())
 
@@ -189,10 +198,7 @@ method_not_allowed = Kind(
     (("allow", "{listed}"),),
 )
 content_too_large = Kind(
-    413,
-    "content_too_large",
-    "the body has over {limit}, the most that is read; send less",
-    CLOSING,
+    413, "content_too_large", "the body has over {limit}, the most that is read; send less", CLOSING
 )
 unsupported_media_type = Kind(
     415,
@@ -315,11 +321,7 @@ def same_param(param: str | None) -> str | None:
     return param
 
 
-def error_of(
-    error: CadenzaError,
-    state: EngineState,
-    param_of: ParamOf = same_param,
-) -> ApiError:
+def error_of(error: CadenzaError, state: EngineState, param_of: ParamOf = same_param) -> ApiError:
     """The answer to a request that was refused. `state`: the engine's. `param_of`: the name in the
     endpoint's body of what the error names."""
     if isinstance(error, InvalidRequestError):

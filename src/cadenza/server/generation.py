@@ -136,8 +136,7 @@ class Generation:
                 request_id=exchange.request_id,
                 responses=service.responses,
                 seal=service.seal,
-                engine=lambda: model.engine,
-                fingerprint=model.fingerprint,
+                model=model,
             )
         )
         async with service.models.using(model, call.num_bytes):
@@ -154,9 +153,8 @@ class Generation:
     def _admit(
         self, call: CallRequest, model: ServedModel, record: RequestRecord, use: TenantUse
     ) -> Ticket:
-        """To a model that is loaded. Raises ApiError."""
         service, check = self._service, model.check_ready()
-        if call.request_options.has_receipt and model.fingerprint() is None:
+        if call.request_options(model.text).has_receipt and model.fingerprint() is None:
             raise invalid_value("receipt needs an engine whose fingerprint is known", "receipt")
         call.check_size(check.hidden_size)
         terms = Terms(
@@ -223,7 +221,7 @@ class Generation:
         encoder = ticket.call.encoder(head)
         with closing(encoder), self._service.opened(exchange.request_id, call):
             async with call:
-                if ticket.call.is_streamed and isinstance(encoder, StreamEncoder):
+                if ticket.call.stream and isinstance(encoder, StreamEncoder):
                     await self._stream(exchange, call, encoder, ticket)
                     return
                 outputs = await self._finish(call, ticket)
@@ -240,11 +238,11 @@ class Generation:
         found: dict[int, OutputProcessor] = {}
 
         def take(updates: Updates) -> None:
-            for place, request, outputs in updates:
-                failed = ticket.record.take(place, request, outputs)
+            for index, request, outputs in updates:
+                failed = ticket.record.take(index, request, outputs)
                 if failed is not None:
                     raise ticket.error_of_end(failed)
-                found[place] = request
+                found[index] = request
 
         while call.num_unfinished:
             take(await call.next_updates(on_progress=take))
@@ -268,12 +266,12 @@ class Generation:
             while call.num_unfinished:
                 updates = await call.next_updates(exchange.limits.keep_alive_s)
                 made: list[bytes] = [] if updates else [encoder.silence()]
-                for place, request, outputs in updates:
-                    failed = ticket.record.take(place, request, outputs)
+                for index, request, outputs in updates:
+                    failed = ticket.record.take(index, request, outputs)
                     if failed is not None:
                         raise ticket.error_of_end(failed)
                     checked = await self._checked(request, outputs)
-                    made.append(encoder.take(place, request, checked))
+                    made.append(encoder.take(index, request, checked))
                 events = b"".join(made)
                 if events and call.num_unfinished:
                     await exchange.stream(events)

@@ -38,34 +38,22 @@ NUM_THREADS: dict[tuple[Purpose, bool], int] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerLimits:
-    """Bytes, counts and seconds.
-
-    Args:
-        max_body_bytes: of one body; `max_bodies_bytes` of all that are being read.
-        max_seen_body_bytes: of one body where a model sees, since images are in bodies.
-        body_idle_s: longest pause within a body; `body_s` of the whole body.
-        write_stall_s: time after which a client that leaves 64 KiB unread is dropped.
-        keep_alive_s: silence in a stream after which a comment is sent.
-        max_connections: open at once; None derives it from the limit of open files.
-
-    Raises:
-        ConfigError: a value cannot work.
-    """
+    """Bytes, counts and seconds. Raises ConfigError: a value cannot work."""
 
     max_url_bytes: int = 8 << 10
     max_head_bytes: int = 16 << 10
     max_num_headers: int = 100
-    max_body_bytes: int = 4 << 20
-    max_seen_body_bytes: int = 64 << 20
-    max_bodies_bytes: int = 256 << 20
+    max_body_bytes: int = 4 << 20  # of one body
+    max_seen_body_bytes: int = 64 << 20  # of one where a model sees, since images are in bodies
+    max_bodies_bytes: int = 256 << 20  # of all that are being read
     head_s: float = 10.0
-    body_idle_s: float = 30.0
-    body_s: float = 120.0
-    write_stall_s: float = 30.0
-    keep_alive_s: float = 15.0
+    body_idle_s: float = 30.0  # longest pause within a body
+    body_s: float = 120.0  # of the whole body
+    write_stall_s: float = 30.0  # after which a client that leaves 64 KiB unread is dropped
+    keep_alive_s: float = 15.0  # silence in a stream after which a comment is sent
     drain_s: float = 30.0
     max_logprobs: int = 20
-    max_connections: int | None = None
+    max_connections: int | None = None  # open at once; None derives it from the limit of open files
 
     def __post_init__(self) -> None:
         _check("sse-keep-alive-interval", self.keep_alive_s, 0.001, 86_400.0)

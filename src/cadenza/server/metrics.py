@@ -3,7 +3,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, Protocol, cast, get_args
 
@@ -25,7 +25,7 @@ from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
 from cadenza.engine.batch_engine import ServedEngine
-from cadenza.engine.open_requests import RejectionReason, RequestStats
+from cadenza.engine.request_stats import RejectionReason, RequestStats
 from cadenza.engine.stats import ENGINE_FIGURES, EngineStats
 from cadenza.engine.status import EngineStatus
 from cadenza.events import FinishReason, WholePromptReason
@@ -169,8 +169,6 @@ class Metrics(Collector):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Scrape:
-    """What is known of a model and its engine; families of what is None are left out."""
-
     counts: ServedCounts
     requests: RequestStats
     status: EngineStatus
@@ -195,7 +193,6 @@ class _Scrape:
 
 
 def _family(figure: Figure[Any], prefix: str, model_name: str, found: Reading) -> Metric:
-    """With the model's name on each series."""
     name, labels = prefix + figure.name, ("model_name", *figure.labels)
     if isinstance(found, Distribution):
         bounds = (*(str(bound) for bound in found.bounds), "+Inf")
@@ -214,103 +211,74 @@ def _family(figure: Figure[Any], prefix: str, model_name: str, found: Reading) -
     return family
 
 
-SERVER_FIGURES: tuple[Figure[_Scrape], ...] = (
-    Figure(
-        "prompt_tokens",
-        "Tokens of prompts.",
-        lambda of: of.counts.request_prompt_tokens.total,
-        has_vllm_name=True,
-    ),
-    Figure(
-        "generation_tokens",
-        "Generated tokens.",
-        lambda of: of.counts.generation_tokens,
-        has_vllm_name=True,
-    ),
+def _histogram(name: str, help: str, read: Callable[[_Scrape], Reading | None]) -> Figure[_Scrape]:
+    return Figure(name, help, read, type="histogram")
+
+
+_LIKE_VLLM: tuple[Figure[_Scrape], ...] = (
+    Figure("prompt_tokens", "Tokens of prompts.", lambda of: of.counts.request_prompt_tokens.total),
+    Figure("generation_tokens", "Generated tokens.", lambda of: of.counts.generation_tokens),
     Figure(
         "request_success",
         "Answers by how they ended.",
         lambda of: {str(name): n for name, n in of.counts.ends.items()},
         ("finished_reason",),
-        has_vllm_name=True,
     ),
-    Figure(
+    _histogram(
         "time_to_first_token_seconds",
         "From a request to its first token.",
         lambda of: of.counts.first_token_s.snapshot(),
-        has_vllm_name=True,
-        type="histogram",
     ),
-    Figure(
+    _histogram(
         "inter_token_latency_seconds",
         "Between the tokens of a stream.",
         lambda of: of.counts.between_tokens_s.snapshot(),
-        has_vllm_name=True,
-        type="histogram",
     ),
-    Figure(
+    _histogram(
         "request_time_per_output_token_seconds",
         "A request's mean time for a token after the first.",
         lambda of: of.counts.per_output_token_s.snapshot(),
-        has_vllm_name=True,
-        type="histogram",
     ),
-    Figure(
+    _histogram(
         "e2e_request_latency_seconds",
         "From a request to its end.",
         lambda of: of.counts.request_s.snapshot(),
-        has_vllm_name=True,
-        type="histogram",
     ),
-    Figure(
+    _histogram(
         "request_prompt_tokens",
         "Tokens of a prompt.",
         lambda of: of.counts.request_prompt_tokens.snapshot(),
-        has_vllm_name=True,
-        type="histogram",
     ),
-    Figure(
+    _histogram(
         "request_generation_tokens",
         "Tokens of an answer.",
         lambda of: of.counts.request_generation_tokens.snapshot(),
-        has_vllm_name=True,
-        type="histogram",
     ),
-    Figure(
-        "admission_rejections",
-        "Requests turned away.",
-        lambda of: of.rejections,
-        ("reason",),
-        has_vllm_name=True,
-    ),
-    Figure(
+    Figure("admission_rejections", "Requests turned away.", lambda of: of.rejections, ("reason",)),
+    _histogram(
         "request_queue_time_seconds",
         "From acceptance to a row.",
         lambda of: of.requests.queue_seconds,
-        has_vllm_name=True,
-        type="histogram",
     ),
-    Figure(
+    _histogram(
         "request_prefill_time_seconds",
         "From there to the first token.",
         lambda of: of.requests.prefill_seconds,
-        has_vllm_name=True,
-        type="histogram",
     ),
-    Figure(
+    _histogram(
         "request_decode_time_seconds",
         "From the first token to the end.",
         lambda of: of.requests.decode_seconds,
-        has_vllm_name=True,
-        type="histogram",
     ),
     Figure(
         "kv_cache_usage_perc",
         "Share of KV pages that are held, 0 to 1.",
         lambda of: of.stats and of.stats.kv_cache_usage,
         type="gauge",
-        has_vllm_name=True,
     ),
+)
+SERVER_FIGURES: tuple[Figure[_Scrape], ...] = (
+    *(replace(each, has_vllm_name=True) for each in _LIKE_VLLM),
     Figure(
         "startup_seconds",
         "Seconds of each phase of the last start.",
@@ -318,11 +286,7 @@ SERVER_FIGURES: tuple[Figure[_Scrape], ...] = (
         ("phase",),
         type="gauge",
     ),
-    Figure(
-        "engine_restarts",
-        "Starts after the first.",
-        lambda of: of.status.num_restarts,
-    ),
+    Figure("engine_restarts", "Starts after the first.", lambda of: of.status.num_restarts),
     Figure(
         "replicas",
         "Engines that serve as one, by state.",
@@ -335,11 +299,10 @@ SERVER_FIGURES: tuple[Figure[_Scrape], ...] = (
         "Requests that another engine went on with.",
         lambda of: of.requests.num_resumed,
     ),
-    Figure(
+    _histogram(
         "resume_seconds",
         "From the loss of an engine to the next token of a request that ran in it.",
         lambda of: of.requests.resume_seconds,
-        type="histogram",
     ),
     Figure(
         "idle_connections_closed",

@@ -33,15 +33,13 @@ RETRY_S, MAX_RETRY_S = 30.0, 3600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolOptions:
-    """How many models are loaded, and for how long. `max_loaded`: models that are loaded at the
-    same time, at most. `idle_unload_s`: a model that was not used for so long is unloaded; None:
-    never. `max_waiting`: calls that wait for one model, at most. `max_waiting_bytes`: the bytes of
-    all bodies that wait; an empty queue takes any. Raises ConfigError: a value cannot work."""
+    """How many models are loaded, and for how long. Raises ConfigError: a value cannot work."""
 
-    max_loaded: int = 1
+    max_loaded: int = 1  # at the same time
+    # a model that was not used for so long is unloaded; None: never
     idle_unload_s: float | None = None
-    max_waiting: int = 64
-    max_waiting_bytes: int = 256 << 20
+    max_waiting: int = 64  # calls that wait for one model
+    max_waiting_bytes: int = 256 << 20  # of all bodies that wait; an empty queue takes any
 
     def __post_init__(self) -> None:
         if self.max_loaded < 1:
@@ -252,7 +250,6 @@ class ModelPool:
             self.advance()
 
     def _check_failed(self, model: ServedModel) -> None:
-        """Raises ApiError (503) while a model that could not be loaded is not tried again."""
         if model.turn.is_loaded and model.engine.status().state == "dead":
             self._retire(model)
         failure = model.failure
@@ -261,7 +258,6 @@ class ModelPool:
             raise _failed(model, failure.reason, failure.until_s - self._clock())
 
     def _check_waiting(self, model: ServedModel, num_bytes: int) -> None:
-        """Raises ApiError (503) where no further call may wait."""
         most = self._options.max_waiting
         has_bytes = self._num_waiting_bytes + num_bytes > self._options.max_waiting_bytes
         if len(model.turn.waiting) < most and not (self._num_waiting_bytes and has_bytes):
@@ -359,7 +355,6 @@ def _end_waiting(model: ServedModel, error: ApiError) -> None:
 
 
 def _by_name(models: Sequence[ServedModel]) -> dict[str, ServedModel]:
-    """Raises ConfigError where two models have one listed name."""
     found: dict[str, ServedModel] = {}
     for model in models:
         for name in model.names.listed:

@@ -27,16 +27,15 @@ class WaitingCall:
 
 @dataclass(slots=True, eq=False)
 class ModelTurn:
-    """The state of one model. `num_calls`: that were admitted and have not ended. `waiting`: calls
-    that are not admitted yet, in the order of arrival. `ready_s`: when it was loaded; `used_s`:
-    when its last call ended, or it was loaded. `load_s`: how long its last load took."""
+    """The state of one model."""
 
     state: ModelState = "unloaded"
-    num_calls: int = 0
+    num_calls: int = 0  # that were admitted and have not ended
+    # not admitted yet, in the order of arrival
     waiting: deque[WaitingCall] = field(default_factory=deque[WaitingCall])
-    ready_s: float = 0.0
-    used_s: float = 0.0
-    load_s: float = 0.0
+    ready_s: float = 0.0  # when it was loaded
+    used_s: float = 0.0  # when its last call ended, or it was loaded
+    load_s: float = 0.0  # how long its last load took
 
     @property
     def is_loaded(self) -> bool:

@@ -6,16 +6,10 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
 
 import cadenza
-from cadenza.server.dialect import dialect_of
 from cadenza.server.errors import STATUSES
-from cadenza.server.fields.body import Body
+from cadenza.server.fields.body import Body, UnknownFields, UnknownMembers, taking_unknown
 from cadenza.server.fields.types import Schema, or_null
-from cadenza.server.fields.unknown_members import (
-    UnknownFields,
-    UnknownMembers,
-    taking_unknown,
-)
-from cadenza.server.http.exchange import Exchange
+from cadenza.server.http.exchange import Dialect, Exchange
 
 Policy = Literal["open", "key"]
 """`open` needs no API key and reveals nothing about requests; `key` needs one, if keys are set."""
@@ -80,11 +74,7 @@ DESCRIPTION = ApiRoute(
 )
 
 _ERROR = object_of(
-    {
-        "error": object_of(
-            {"message": TEXT, "type": TEXT, "param": or_null(TEXT), "code": TEXT},
-        )
-    }
+    {"error": object_of({"message": TEXT, "type": TEXT, "param": or_null(TEXT), "code": TEXT})}
 )
 _MESSAGE_ERROR = object_of(
     {
@@ -94,23 +84,23 @@ _MESSAGE_ERROR = object_of(
     }
 )
 
-_ERRORS = {
-    "Error": _ERROR,
-    "MessageError": _MESSAGE_ERROR,
-    "TextError": object_of({"error": TEXT}),
-}
+_ERRORS = {"Error": _ERROR, "MessageError": _MESSAGE_ERROR, "TextError": object_of({"error": TEXT})}
 """By the names that dialects give them."""
 
 
 def describe_api(
-    routes: Iterable[ApiRoute], *, needs_key: bool, unknown_fields: UnknownFields = "suggest"
+    routes: Iterable[ApiRoute],
+    dialect_of: Callable[[str], Dialect],
+    *,
+    needs_key: bool,
+    unknown_fields: UnknownFields = "suggest",
 ) -> dict[str, Any]:
     paths: dict[str, Any] = {}
     schemas: dict[str, Schema] = {**_ERRORS}
     for route in routes:
         path = route.path.replace(":path}", "}")
         with taking_unknown(UnknownMembers(unknown_fields)):
-            operation = _operation(route, needs_key)
+            operation = _operation(route, dialect_of(path), needs_key)
         paths.setdefault(path, {})[route.method.lower()] = operation
         if route.answers.schema is not None:
             schemas[route.answers.name] = route.answers.schema
@@ -125,15 +115,15 @@ def describe_api(
     }
 
 
-def _operation(route: ApiRoute, needs_key: bool) -> dict[str, Any]:
+def _operation(route: ApiRoute, dialect: Dialect, needs_key: bool) -> dict[str, Any]:
     statuses = sorted({*EVERYWHERE, *route.statuses})
     operation: dict[str, Any] = {
         "operationId": route.name,
         "summary": route.summary,
         "security": [{"key": []}] if needs_key and route.policy == "key" else [],
         "responses": {
-            "200": _answer(route),
-            **{str(each): _error(each, route.path) for each in statuses},
+            "200": _answer(route, dialect),
+            **{str(each): _error(each, dialect) for each in statuses},
         },
     }
     if route.body is not None:
@@ -151,7 +141,7 @@ def _operation(route: ApiRoute, needs_key: bool) -> dict[str, Any]:
     return operation
 
 
-def _answer(route: ApiRoute) -> dict[str, Any]:
+def _answer(route: ApiRoute, dialect: Dialect) -> dict[str, Any]:
     name = route.answers.name
     content: dict[str, Any] = {kind: {"schema": TEXT} for kind in route.answers.also}
     if route.answers.schema is None:
@@ -159,13 +149,14 @@ def _answer(route: ApiRoute) -> dict[str, Any]:
         return {"description": f"{name}.", "content": content}
     content["application/json"] = {"schema": {"$ref": f"#/components/schemas/{name}"}}
     if route.can_stream:
-        content[dialect_of(route.path).stream_type] = {"schema": TEXT}
+        content[dialect.stream_type] = {"schema": TEXT}
     return {"description": route.summary, "content": content}
 
 
-def _error(status: int, path: str) -> dict[str, Any]:
-    name = dialect_of(path).error_schema
+def _error(status: int, dialect: Dialect) -> dict[str, Any]:
     return {
         "description": STATUSES[status].summary,
-        "content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}},
+        "content": {
+            "application/json": {"schema": {"$ref": f"#/components/schemas/{dialect.error_schema}"}}
+        },
     }

@@ -15,12 +15,11 @@ MAX_TURNS = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreBounds:
-    """What is kept at most, and for how many seconds after the last use. Raises ConfigError: a
-    value cannot work."""
+    """What is kept at most. Raises ConfigError: a value cannot work."""
 
     max_count: int = 1024
     max_bytes: int = 64 << 20
-    ttl_s: float = 3600.0
+    ttl_s: float = 3600.0  # after the last use
 
     def __post_init__(self) -> None:
         for flag, value in (
@@ -34,13 +33,12 @@ class StoreBounds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredResponse:
-    """A response, open or ended. `previous_id`: the response that it goes on from. `input`: its
-    input items, as JSON. `body`: the response, as JSON."""
+    """A response, open or ended."""
 
     id: str
-    previous_id: str | None
-    input: bytes
-    body: bytes
+    previous_id: str | None  # of the response that it goes on from
+    input: bytes  # its items, as JSON
+    body: bytes  # the response, as JSON
     is_open: bool = False
 
     @property

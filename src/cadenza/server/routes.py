@@ -7,24 +7,35 @@ from functools import partial
 
 import msgspec
 
-from cadenza.server.anthropic.messages import MESSAGES
+from cadenza.server.anthropic.messages import ANTHROPIC, MESSAGES
 from cadenza.server.calls.request import GeneratingEndpoint
 from cadenza.server.generation import Generation, OneAtATime
-from cadenza.server.http.exchange import Exchange, Handler, Response
-from cadenza.server.ollama.embed import OLLAMA_EMBED, OLLAMA_EMBEDDINGS
-from cadenza.server.ollama.generate import OLLAMA_CHAT, OLLAMA_GENERATE
+from cadenza.server.http.exchange import OPENAI, Dialect, Exchange, Handler, Response
+from cadenza.server.ollama.generate import (
+    OLLAMA,
+    OLLAMA_CHAT,
+    OLLAMA_EMBED,
+    OLLAMA_EMBEDDINGS,
+    OLLAMA_GENERATE,
+)
 from cadenza.server.ollama.models import OLLAMA_ROUTES
 from cadenza.server.openai.chat import CHAT
 from cadenza.server.openai.completions import COMPLETIONS
+from cadenza.server.openai.response_answer import STORED_RESPONSE_ROUTES
 from cadenza.server.openai.responses import RESPONSES
-from cadenza.server.openai.stored_responses import STORED_RESPONSE_ROUTES
 from cadenza.server.openapi import DESCRIPTION, ApiRoute, describe_api
 from cadenza.server.operations.batch_stream import BATCH_ROUTES
+from cadenza.server.operations.pages import (
+    ROOT_ROUTES,
+    UI_FILES,
+    UI_PATHS,
+    UI_PREFIX,
+    RootHandler,
+    read_ui_file,
+)
 from cadenza.server.operations.replay import BUSY, REPLAY
-from cadenza.server.operations.root import ROOT_ROUTES, RootHandler
 from cadenza.server.operations.status import STATUS_ROUTES
 from cadenza.server.operations.tokens import TOKEN_ROUTES
-from cadenza.server.operations.ui import UI_FILES, UI_PATHS, UI_PREFIX, read_ui_file
 from cadenza.server.pooling.embeddings import EMBEDDINGS
 from cadenza.server.pooling.rerank import RERANK
 from cadenza.server.service import Service
@@ -57,14 +68,24 @@ ROUTES: tuple[ApiRoute, ...] = (
     *ROOT_ROUTES,
 )
 
+_DIALECTS = {"/v1/messages": ANTHROPIC, "/api": OLLAMA}
+
 PATHS = frozenset(route.path for route in ROUTES)
 OPEN_PATHS = UI_PATHS | {route.path for route in ROUTES if route.policy == "open"}
+
+
+def dialect_of(path: str) -> Dialect:
+    """Also of a path without a route."""
+    for prefix, dialect in _DIALECTS.items():
+        if path == prefix or path.startswith(f"{prefix}/"):
+            return dialect
+    return OPENAI
 
 
 def make_handlers(service: Service) -> Mapping[str, Handler]:
     needs_key, unknown = not service.options.keys.is_open, service.options.unknown_fields
     description = msgspec.json.encode(
-        describe_api(ROUTES, needs_key=needs_key, unknown_fields=unknown)
+        describe_api(ROUTES, dialect_of, needs_key=needs_key, unknown_fields=unknown)
     )
 
     async def describe(exchange: Exchange) -> None:

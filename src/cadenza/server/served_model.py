@@ -15,12 +15,7 @@ from cadenza.engine.batch_engine import ServedEngine
 from cadenza.engine.request_check import RequestCheck
 from cadenza.engine.stats import EngineStats
 from cadenza.engine.status import EngineState
-from cadenza.errors import (
-    CadenzaError,
-    EngineClosedError,
-    EngineUnavailableError,
-    QueueFullError,
-)
+from cadenza.errors import CadenzaError, EngineClosedError, EngineUnavailableError, QueueFullError
 from cadenza.fingerprint import Fingerprint
 from cadenza.frontend.async_engine import AsyncEngine, OutputStream
 from cadenza.frontend.live_steps import LiveSteps
@@ -88,11 +83,11 @@ def spellings(name: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class LoadFailure:
-    """The last load failed; `num_failed` in a row did. No other is tried until `until_s`."""
+    """The last load failed."""
 
     reason: str
-    until_s: float
-    num_failed: int
+    until_s: float  # no other is tried until then
+    num_failed: int  # in a row
 
 
 class ServedModel:
@@ -265,7 +260,7 @@ class OpenCall:
         self._waiting = deque(enumerate(prepared))
         self._whole_fingerprint = model.system_fingerprint
         self._to_thin: dict[int, OutputProcessor | None] = {
-            place: None for place, each in self._waiting if each.request.sparse_prefill is not None
+            index: None for index, each in self._waiting if each.request.sparse_prefill is not None
         }
         """Prompts that are to be pruned; None until they are submitted."""
         self._streams: dict[int, OutputStream] = {}
@@ -375,7 +370,6 @@ class OpenCall:
         return self.num_unfinished == len(streams) == 1 and is_running and self._failure is None
 
     def _fill(self) -> None:
-        """There may be room now."""
         if self._model.waiting.calls:
             self._model.waiting.fill()
 
@@ -383,10 +377,10 @@ class OpenCall:
         """Ends the running prompts and drops the waiting ones; all end with the reason `abort`."""
         for stream in self._streams.values():
             stream.abort()
-        for place, prepared in self._waiting:
-            dropped = OutputProcessor(place, prepared, self._model.text)  # its place for an id
+        for index, prepared in self._waiting:
+            dropped = OutputProcessor(index, prepared, self._model.text)  # its place for an id
             dropped.abort()
-            self._dropped.append((place, dropped, dropped.take()))
+            self._dropped.append((index, dropped, dropped.take()))
         self._waiting.clear()
         self.notify()
 
@@ -410,16 +404,16 @@ class OpenCall:
         found, self._dropped = self._dropped, []
         self.num_unfinished -= len(found)
         ended: list[int] = []
-        for place, stream in self._streams.items():
+        for index, stream in self._streams.items():
             processor = stream.processor
             outputs = processor.take()
             if outputs:
-                found.append((place, processor, outputs))
+                found.append((index, processor, outputs))
                 if processor.is_finished:
-                    ended.append(place)
-        for place in ended:
+                    ended.append(index)
+        for index in ended:
             self.num_unfinished -= 1
-            self._streams.pop(place).close()
+            self._streams.pop(index).close()
         if ended:
             self._count_further()
         return found

@@ -7,14 +7,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from cadenza.frontend.receipts import ReceiptSeal
-from cadenza.media.addresses import AllowedHosts
-from cadenza.media.fetching import MediaFetcher
+from cadenza.media.fetching import AllowedHosts, MediaFetcher
 from cadenza.server.access import ApiKeys, Cors, Hosts
 from cadenza.server.calls.record import CallTrace
 from cadenza.server.errors import connections_full, invalid_value, queue_full, request_not_found
-from cadenza.server.fields.unknown_members import IgnoredNames, UnknownFields
-from cadenza.server.http.connections import Connections, max_connections
+from cadenza.server.fields.body import IgnoredNames, UnknownFields
 from cadenza.server.http.exchange import Exchange
+from cadenza.server.http.listening import Connections, max_connections
 from cadenza.server.limits import BodyBudget, CallImages, ServerLimits, TextWork
 from cadenza.server.metrics import Metrics
 from cadenza.server.model_pool import ModelPool
@@ -25,34 +24,26 @@ from cadenza.server.tenants import TenantFile, Tenants
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOptions:
-    """A server's options.
-
-    Args:
-        metrics_keys: with which only the metrics can be read; without one, as everything else.
-        metrics_port: of this machine, at which there are only the metrics and probes.
-        begin_trace: of a call that has just arrived; None where nobody wants spans.
-        num_dropped_log_lines: counts them, for the metrics.
-        clock: seconds, monotonic.
-        now: seconds since 1970.
-        fetcher: of images at remote URLs.
-    """
+    """A server's options."""
 
     limits: ServerLimits = field(default_factory=ServerLimits)
     keys: ApiKeys = field(default_factory=ApiKeys)
     tenants: TenantFile = field(default_factory=TenantFile)
+    # good for the metrics alone; without one they need what all else does
     metrics_keys: ApiKeys = field(default_factory=ApiKeys)
-    metrics_port: int | None = None
+    metrics_port: int | None = None  # of this machine: only the metrics and probes
     cors: Cors = field(default_factory=Cors)
     hosts: Hosts = field(default_factory=Hosts)
     has_ui: bool = True
+    # of images at remote URLs
     fetcher: MediaFetcher = field(default_factory=lambda: MediaFetcher(AllowedHosts(())))
     stored_responses: StoreBounds = field(default_factory=StoreBounds)
     unknown_fields: UnknownFields = "suggest"
     is_logging_requests: bool = True
-    begin_trace: Callable[[Exchange], CallTrace] | None = None
+    begin_trace: Callable[[Exchange], CallTrace] | None = None  # of a call that has just arrived
     num_dropped_log_lines: Callable[[], int] = lambda: 0
-    clock: Callable[[], float] = time.monotonic
-    now: Callable[[], float] = time.time
+    clock: Callable[[], float] = time.monotonic  # seconds, monotonic
+    now: Callable[[], float] = time.time  # seconds since 1970
 
 
 class Service:
@@ -74,10 +65,7 @@ class Service:
         max_open = options.limits.max_connections or max_connections()
         self.connections = Connections(max_open, self.counts, options.clock)
         self.metrics = Metrics(
-            models.models,
-            self.counts,
-            options.num_dropped_log_lines,
-            models.switches,
+            models.models, self.counts, options.num_dropped_log_lines, models.switches
         )
         self.created = int(options.now())
         self.ignored_names = IgnoredNames()

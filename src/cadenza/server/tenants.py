@@ -45,31 +45,24 @@ _LIMITS: Mapping[str, tuple[float, float]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantLimits:
-    """What a tenant may have.
+    """What a tenant may have; rates are None for any number."""
 
-    Args:
-        tenant: what the engine grants it; without a name in the limits of tenants that the file
-            does not name.
-        queue_share: the share of all places for open requests; a tenant that has as many gets no
-            further call.
-        requests_per_minute: of which as many may come at once; None for any number.
-        tokens_per_minute: of prompts and answers; None for any number.
-    """
-
+    # what the engine grants it; without a name for tenants that the file does not name
     tenant: Tenant = field(default_factory=Tenant)
+    # of all places for open requests; with as many no further call is taken
     queue_share: float = 1.0
-    requests_per_minute: float | None = None
-    tokens_per_minute: float | None = None
+    requests_per_minute: float | None = None  # of which as many may come at once
+    tokens_per_minute: float | None = None  # of prompts and answers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantFile:
-    """What `--tenants` says: limits by name, names by key, and the limits of all others. A key is
-    as clients send it, or `sha256:` and its hash in hex."""
+    """What `--tenants` says."""
 
     named: Mapping[str, TenantLimits] = field(default_factory=dict[str, TenantLimits])
+    # tenants' names by key, as clients send it, or by `sha256:` and its hash in hex
     keys: Mapping[str, str] = field(default_factory=dict[str, str])
-    default: TenantLimits = field(default_factory=TenantLimits)
+    default: TenantLimits = field(default_factory=TenantLimits)  # of tenants that it does not name
 
 
 def read_tenants(path: Path) -> TenantFile:
@@ -198,10 +191,7 @@ class TenantUse:
         """Requests of open calls: one for each call, and those that it has besides its first."""
         self._counts = counts
         self._clock = clock
-        per_minute = {
-            "requests": limits.requests_per_minute,
-            "tokens": limits.tokens_per_minute,
-        }
+        per_minute = {"requests": limits.requests_per_minute, "tokens": limits.tokens_per_minute}
         self._buckets = {
             name: Bucket(rate, clock()) for name, rate in per_minute.items() if rate is not None
         }

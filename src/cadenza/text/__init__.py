@@ -4,10 +4,9 @@ Invariant: importing it imports neither `tokenizers` nor `jinja2`; their first u
 """
 
 from cadenza.text.templates.chat import ChatTemplate
-from cadenza.text.tokens.bad_words import bad_word_token_ids
 from cadenza.text.tokens.detokenizer import DecoderPlan, IncrementalDetokenizer, plan_decoder
 from cadenza.text.tokens.stop import StopMatch, StopMatcher
-from cadenza.text.tokens.tokenizer import Tokenizer
+from cadenza.text.tokens.tokenizer import Tokenizer, bad_word_token_ids
 
 __all__ = [
     "ChatTemplate",

@@ -11,6 +11,7 @@ from cadenza.batch.whole_spans import least_budget
 from cadenza.config import EngineLimits
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.resumption import Resumption
+from cadenza.engine.step_works import WorkOptions
 from cadenza.verification.modes import Interruption, Mode
 from cadenza.verification.workload import Arrival
 
@@ -68,7 +69,7 @@ def one_quantum_a_step(options: CoreOptions) -> CoreOptions:
     return replace(
         options,
         step_bound=StepBound(max_ms=1.0, cost=cost),
-        image_cost=ImageCost(quantum_ms=1e9),
+        works=WorkOptions(image_cost=ImageCost(quantum_ms=1e9)),
     )
 
 

@@ -22,6 +22,7 @@ from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.loop import StepRunner
 from cadenza.engine.model_drafter import DraftModel
 from cadenza.engine.scoring_steps import PromptScorerModel
+from cadenza.engine.step_works import WorkOptions
 from cadenza.errors import ConfigError
 from cadenza.loading.build import (
     constraint_compiler,
@@ -31,10 +32,17 @@ from cadenza.loading.build import (
 )
 from cadenza.loading.engine_plan import EnginePlan, pages_at_once, with_pool
 from cadenza.loading.planned_engine import PlannedEngine
-from cadenza.models.sparse_support import window_of
+from cadenza.models.model_config import window_of
 from cadenza.structured import CompileConstraint
 from cadenza.verification.forms import Forms, make_forms
 from cadenza.verification.image_modes import ImageSpans
+from cadenza.verification.image_workload import (
+    DigestOf,
+    ImageShape,
+    largest_span,
+    make_image_workload,
+    without_placeholders,
+)
 from cadenza.verification.modes import MakeCore
 from cadenza.verification.option_matrix import FORM_FIELD, MatrixVocabulary, OptionMatrix
 from cadenza.verification.reference import build_reference
@@ -48,15 +56,10 @@ from cadenza.verification.verifier import (
 )
 from cadenza.verification.workload import (
     Arrival,
-    DigestOf,
-    ImageShape,
     WorkloadShape,
-    largest_span,
     longest_prompt,
-    make_image_workload,
     make_workload,
     with_sparse_prompts,
-    without_placeholders,
 )
 from cadenza.vision.processor import image_digest
 
@@ -334,7 +337,7 @@ def core_maker(
             options = replace(options, draft_model=parts.draft)
         if parts.scorer is not None:
             parts.scorer.runner.reset()
-            options = replace(options, prompt_scorer=parts.scorer)
+            options = replace(options, works=WorkOptions(prompt_scorer=parts.scorer))
         num_pages = min(limits.num_pages, plan.limits.num_pages)
         limits = replace(limits, num_pages=num_pages)
         options = replace(options, eos_token_ids=eos, compile_constraint=parts.compile_constraint)

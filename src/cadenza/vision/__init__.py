@@ -7,9 +7,9 @@ Modules:
 
 - `tower_config`: `VisionConfig`, everything that the arithmetic of a tower depends on
 - `quanta`: the quanta of an image's encoding, the operations of each, and the memory that they take
-- `processor`: `ImageProcessor`, sizes, placeholders, pixels and patches of one family of models
+- `processor`: `ImageProcessor`, sizes, placeholders, pixels and patches of one family of models;
+  resizing
 - `patches`: from pixels to patches, and the order of a tower's rows
-- `pillow`: resizing
 - `idefics3`: the processor of Idefics3 and SmolVLM
 - `gemma_images`, `pixtral_images`: the processors of Gemma 3 and 4, and of Pixtral and Mistral 3
 - `qwen_images`: that of Qwen2-VL, 2.5-VL, 3-VL and 3.5

@@ -12,8 +12,17 @@ import numpy.typing as npt
 
 from cadenza.errors import InvalidRequestError
 from cadenza.vision.patches import Normalisation, cut_patches, image_array
-from cadenza.vision.pillow import Filter, crop_bytes, image_bytes, resized
-from cadenza.vision.processor import Detail, Image, ImagePart, ImagePlan, Run
+from cadenza.vision.processor import (
+    Detail,
+    Filter,
+    Image,
+    ImagePart,
+    ImagePlan,
+    Run,
+    crop_bytes,
+    image_bytes,
+    resized,
+)
 
 PLACEHOLDER = "<image>"
 AROUND = "<fake_token_around_image>"

@@ -12,8 +12,16 @@ import numpy.typing as npt
 
 from cadenza.errors import InvalidRequestError
 from cadenza.vision.patches import Normalisation, cut_patches, image_array
-from cadenza.vision.pillow import Filter, image_bytes, resized
-from cadenza.vision.processor import Detail, Image, ImagePart, ImagePlan, Run
+from cadenza.vision.processor import (
+    Detail,
+    Filter,
+    Image,
+    ImagePart,
+    ImagePlan,
+    Run,
+    image_bytes,
+    resized,
+)
 
 LOW_DETAIL_TOKENS = 256
 

@@ -1,5 +1,6 @@
 """`ImageProcessor`: how one family of models takes images, as transformers with Pillow does. An
-image is one or more parts, each encoded by itself: the whole of it, or tiles."""
+image is one or more parts, each encoded by itself: the whole of it, or tiles. Pillow, imported with
+the first image, resamples bytes in integer arithmetic, with the same result on every machine."""
 
 import hashlib
 from dataclasses import dataclass
@@ -106,3 +107,25 @@ def image_digest(settings: bytes, part: ImagePart, pixels: bytes) -> bytes:
     found.update(settings)
     found.update(pixels)
     return found.digest()
+
+
+Filter = Literal["nearest", "lanczos", "bilinear", "bicubic", "box", "hamming"]
+
+# By Pillow's numbers, as in processors' files (`resample`)
+FILTERS: tuple[Filter, ...] = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
+
+
+def resized(image: Image, size: tuple[int, int], resample: Filter) -> Image:
+    from PIL.Image import Resampling
+
+    return image.resize(size, Resampling[resample.upper()])
+
+
+def image_bytes(image: Image) -> bytes:
+    return image.tobytes()
+
+
+def crop_bytes(image: Image, corner: tuple[int, int], side: int) -> bytes:
+    """Rows of RGB bytes of the square whose upper left corner is given."""
+    left, top = corner
+    return image.crop((left, top, left + side, top + side)).tobytes()

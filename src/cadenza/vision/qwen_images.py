@@ -11,8 +11,16 @@ import numpy as np
 
 from cadenza.errors import InvalidRequestError
 from cadenza.vision.patches import Floats, Normalisation, cut_patches, image_array
-from cadenza.vision.pillow import Filter, image_bytes, resized
-from cadenza.vision.processor import Detail, Image, ImagePart, ImagePlan, Run
+from cadenza.vision.processor import (
+    Detail,
+    Filter,
+    Image,
+    ImagePart,
+    ImagePlan,
+    Run,
+    image_bytes,
+    resized,
+)
 
 MAX_ASPECT = 200
 LOW_DETAIL_TOKENS = 256

@@ -14,10 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from cadenza.errors import CheckpointError
-from cadenza.weights.block_weight import BlockWeight, Encoding
-from cadenza.weights.dtypes import FORMAT_OF_NAME, StoredDType
-from cadenza.weights.quantised_weight import HostWeight
-from cadenza.weights.weight_format import WeightFormat
+from cadenza.weights.quantised_weight import BlockWeight, Encoding, HostWeight
+from cadenza.weights.weight_format import FORMAT_OF_NAME, StoredDType, WeightFormat
 
 AnyArray = npt.NDArray[Any]
 

@@ -1,8 +1,10 @@
-"""The tensors of a folder by name, from one safetensors file or several: `Weights`. Every file lies
-directly in the folder, and a name refers to exactly one tensor or quantised weight."""
+"""The tensors of a folder by name, from one safetensors file or several: `Weights`, and `by_rules`,
+names of stored tensors as the declared ones. Every file lies directly in the folder, and a name
+refers to exactly one tensor or quantised weight."""
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,7 @@ import numpy as np
 
 from cadenza.errors import CheckpointError
 from cadenza.json_object import JsonObject, read_json_object, shorten
-from cadenza.weights.other_folders import adapter_in
-from cadenza.weights.safetensors_file import open_safetensors
+from cadenza.weights.safetensors_file import INDEX_FILE, MTP_FILE, SINGLE_FILE, open_safetensors
 from cadenza.weights.stored_tensor import (
     AnyArray,
     MappedFile,
@@ -23,11 +24,8 @@ from cadenza.weights.stored_tensor import (
 )
 from cadenza.weights.weight_format import WeightFormat
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
-# MTP layers beside `model.safetensors`: engines that refuse tensors they do not compute load that
-# one alone
-MTP_FILE = "mtp.safetensors"
+ADAPTER_FILE = "adapter_config.json"
+MERGE = "merge it into its base (peft's `merge_and_unload`) and name the result, or name the base"
 
 MAX_INDEX_BYTES = 16 << 20
 MAX_SHARDS = 4096
@@ -269,3 +267,49 @@ def _check_index(shard_of: dict[str, str], files: Mapping[str, Mapping[str, Stor
                     f"{shard} contains tensor {shorten(name)}, which {INDEX_FILE} does not list "
                     f"for it; fetch both files again"
                 )
+
+
+NameRule = tuple[str, str | None]
+
+LAYER, REST = "{layer}", "*"
+
+
+def by_rules(rules: Iterable[NameRule]) -> Callable[[str], str | None]:
+    """The declared name of a stored tensor, or None, for `Weights.renamed`."""
+    compiled = [(*_compile(stored), own) for stored, own in rules]
+
+    def own_name(name: str) -> str | None:
+        for beginning, pattern, own in compiled:
+            if name.startswith(beginning) and (found := pattern.fullmatch(name)) is not None:
+                if own is None:
+                    return None
+                return own.removesuffix(REST).replace(LAYER, found["layer"]) + found["rest"]
+        return name
+
+    return own_name
+
+
+def _compile(stored: str) -> tuple[str, re.Pattern[str]]:
+    """The start of the names that a rule may fit, and their pattern."""
+    before, _, after = stored.removesuffix(REST).partition(LAYER)
+    layer = r"(?P<layer>\d{1,4})" if LAYER in stored else "(?P<layer>)"
+    rest = "(?P<rest>.*)" if stored.endswith(REST) else "(?P<rest>)"
+    pattern = f"{re.escape(before)}{layer}{re.escape(after)}{rest}"
+    return before, re.compile(pattern, re.DOTALL)
+
+
+def adapter_in(folder: Path) -> str | None:
+    """The error text for a folder with a LoRA adapter; None for any other."""
+    if not (folder / ADAPTER_FILE).is_file():
+        return None
+    try:
+        base = read_json_object(folder / ADAPTER_FILE).get("base_model_name_or_path")
+    except CheckpointError:
+        base = None
+    return adapter_text(f"the folder {folder.name}", base)
+
+
+def adapter_text(what: str, base: object) -> str:
+    """The error for `what`, an adapter of the model `base`, if that is known."""
+    of = f" of {shorten(base)}" if isinstance(base, str) and base else ""
+    return f"{what} is a LoRA adapter{of}, which is no model by itself; {MERGE}"

@@ -6,8 +6,6 @@ It imports neither JAX nor a compiler. The modules lie beside the model's weight
 Modules:
 
 - `backend`: `IreeBackend`
-- `manifest`: what was compiled, for which shapes, and by what
-- `wire`: a step's inputs in the layout that a module was compiled for
-- `device`: IREE's devices, their buffers, and modules loaded on them
-- `runner`: the runner, its thread, and the checkpoint's tensors as parameters of modules
+- `manifest`: what was compiled, for which shapes, by what, and a step's inputs in that layout
+- `runner`: the runner, its device and thread, and the checkpoint's tensors as parameters
 """

@@ -11,7 +11,7 @@ from cadenza.backends.iree.manifest import Cpu, Manifest, read_manifest
 from cadenza.checkpoint.folder import Checkpoint
 from cadenza.config import Ops
 from cadenza.errors import CheckpointError, ConfigError
-from cadenza.weights.dtypes import WEIGHT_DTYPES
+from cadenza.weights.weight_format import WEIGHT_DTYPES
 
 PACKAGE = "iree-base-runtime"
 REQUIREMENT = f"{PACKAGE}==3.13.0"  # of the bundled model's modules

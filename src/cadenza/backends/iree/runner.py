@@ -1,7 +1,7 @@
 """`IreeRunner`: `backends.base.Runner` over modules that were compiled ahead, with a thread in
 which IREE computes. Invariants: a step is `decode`, a token of each row at most, or `prompt`; state
 is donated, so used once; steps run in launch order; nothing runs after `close`. Legend as in
-`core.step_schema`."""
+`batch.step_schema`."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,18 +15,18 @@ import numpy as np
 import numpy.typing as npt
 
 from cadenza.backends.base import Capability, RunnerSetup
-from cadenza.backends.iree.device import Buffer, IreeDevice, LoadedProgram, choose_driver
 from cadenza.backends.iree.manifest import (
     FOLDER,
     MADE_FILE,
     SCOPE,
+    Array,
     Manifest,
     ModuleBucket,
     Parameter,
+    WireMap,
     read_module,
 )
-from cadenza.backends.iree.wire import WireMap
-from cadenza.backends.step_result import read_result
+from cadenza.backends.token_choice import read_result
 from cadenza.batch.step_schema import (
     NO_HIDDEN,
     NUM_EXTRA_LOGIT_ROWS,
@@ -36,15 +36,97 @@ from cadenza.batch.step_schema import (
 )
 from cadenza.batch.token_rules import MASK
 from cadenza.checkpoint.folder import Checkpoint
-from cadenza.errors import CheckpointError, RunnerError
+from cadenza.errors import CheckpointError, DeviceUnavailableError, RunnerError
 from cadenza.models.rope_factors import rope_factors
-from cadenza.weights.dtypes import FORMAT_OF_NAME
 from cadenza.weights.safetensors_file import open_safetensors
 from cadenza.weights.stored_tensor import StoredTensor
+from cadenza.weights.weight_format import FORMAT_OF_NAME
 
+# With weights of at most so many bytes, the parts of a step take less time than threads need to
+# meet after each of them.
+ONE_THREAD_BYTES = 64 << 20
+
+_ELEMENTS = {
+    "float32": rt.HalElementType.FLOAT_32,
+    "bfloat16": rt.HalElementType.BFLOAT_16,
+    "int32": rt.HalElementType.INT_32,
+}
+_MEMORY = rt.MemoryType.DEVICE_LOCAL | rt.MemoryType.HOST_VISIBLE
+_USAGE = rt.BufferUsage.DEFAULT | rt.BufferUsage.MAPPING
+
+Buffer = Any  # `rt.HalBufferView`
 ALIGNMENT = 64  # of what IREE uses in place
-
 AnyArray = npt.NDArray[Any]
+STEPS = ("decode", "prompt")
+Result = TypeVar("Result")
+
+
+class IreeDevice:
+    """A device by the name of IREE's driver. Raises DeviceUnavailableError. Buffers and programs
+    must be freed before it: otherwise the process ends with a segmentation fault."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.instance = rt.VmInstance()
+        try:
+            self.device = rt.get_driver(self.name).create_default_device()
+        except Exception as error:
+            raise DeviceUnavailableError(
+                f"IREE's {self.name} device cannot be opened, which the modules were compiled for: "
+                f"{error}"
+            ) from error
+        self.hal = rt.create_hal_module(self.instance, self.device)
+
+    def upload(self, values: npt.NDArray[Any]) -> Buffer:
+        element = _ELEMENTS[values.dtype.name]
+        allocator = self.device.allocator
+        return allocator.allocate_buffer_copy(_MEMORY, _USAGE, self.device, values, element)
+
+    def filled(self, array: Array, value: float) -> Buffer:
+        sizes, element = list(array.shape), _ELEMENTS[array.dtype]
+        dtype = rt.HalElementType.map_to_dtype(element)
+        num_bytes = int(np.prod(sizes)) * dtype.itemsize
+        buffer = self.device.allocator.allocate_buffer(_MEMORY, _USAGE, num_bytes)
+        view = rt.HalBufferView(buffer, sizes, element)
+        view.map().asarray(sizes, dtype)[...] = value
+        return view
+
+    def read(self, view: Buffer) -> npt.NDArray[Any]:
+        dtype = rt.HalElementType.map_to_dtype(view.element_type)
+        return np.array(view.map().asarray(view.shape, dtype))
+
+
+def choose_driver(device: str, weight_bytes: int) -> str:
+    """The driver for modules of llvm-cpu: threads with `cpu`, and with `auto` for large enough
+    weights. Threads change no bit of a result."""
+    is_small = device == "auto" and weight_bytes <= ONE_THREAD_BYTES
+    return "local-sync" if is_small else "local-task"
+
+
+class LoadedProgram:
+    """A module on a device, whose function `name` is called; its parameters must outlive it."""
+
+    def __init__(
+        self, device: IreeDevice, name: str, module: bytes, parameters: Any | None
+    ) -> None:
+        instance = device.instance
+        loaded = rt.VmModule.copy_buffer(instance, module)
+        modules = [device.hal]
+        if parameters is not None:
+            modules.append(rt.create_io_parameters_module(instance, parameters))
+        self._context = rt.VmContext(instance, modules=[*modules, loaded])
+        self._function: Any = loaded.lookup_function(name)
+        if self._function is None:
+            raise CheckpointError(f"a compiled module has no function {name}; export it again")
+
+    def call(self, arguments: Sequence[Buffer]) -> list[Buffer]:
+        """The results, each in place of the argument that it takes over. Waits without the GIL."""
+        given = rt.VmVariantList(len(arguments))
+        for each in arguments:
+            given.push_ref(each)
+        made = rt.VmVariantList(len(arguments))
+        self._context.invoke(self._function, given, made)
+        return [made.get_as_object(index, rt.HalBufferView) for index in range(made.size)]
 
 
 class Parameters:
@@ -129,11 +211,6 @@ def _is_in_place(stored: Sequence[StoredTensor], dtype: np.dtype[Any]) -> bool:
         and all(before.stop == after.start for before, after in pairwise(stored))
         and first.start % ALIGNMENT == 0
     )
-
-
-STEPS = ("decode", "prompt")
-
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from cadenza.backends.arrays import Arrays, Body
+from cadenza.backends.token_choice import Arrays, Body
 
 
 def to_device(values: Any) -> mx.array:

@@ -10,7 +10,7 @@ from cadenza.backends.base import Backend, BackendTraits, Runner, RunnerSetup, S
 from cadenza.checkpoint.folder import Checkpoint
 from cadenza.config import Ops
 from cadenza.errors import CheckpointError, ConfigError
-from cadenza.weights.dtypes import WeightDType
+from cadenza.weights.weight_format import WeightDType
 
 DTYPES: tuple[WeightDType, ...] = ("float32", "bfloat16", "float16")
 
@@ -41,7 +41,7 @@ class MlxBackend(Backend):
     def describe(self, device: str, ops: Ops, checkpoint: Checkpoint) -> BackendTraits:
         self._check_installed()
         from cadenza.backends.mlx.device import find_mlx_device
-        from cadenza.backends.mlx.memory import measure_model
+        from cadenza.backends.mlx.probe import measure_model
         from cadenza.backends.mlx.slot_model import CHUNK
 
         if ops != "auto":
@@ -92,7 +92,7 @@ class MlxBackend(Backend):
 
     def load_reference(self, checkpoint: Checkpoint, max_model_len: int) -> SequenceModel | None:  # noqa: ARG002 (its caches grow)
         self._check_installed()
-        from cadenza.backends.mlx.reference_model import MlxReferenceModel
+        from cadenza.backends.mlx.zoo import MlxReferenceModel
 
         return MlxReferenceModel(checkpoint.folder, checkpoint.outline.vocab_size)
 

@@ -1,7 +1,7 @@
 """`MlxRunner`: `backends.base.Runner` on MLX, in a thread of its own, since MLX's streams belong to
 threads. Invariants: a page is a slot, of one sequence; steps run in launch order; a step is started
 before the previous one has been computed; nothing runs after `close`. Legend as in
-`core.step_schema`; B slots · S capacity of a slot."""
+`batch.step_schema`; B slots · S capacity of a slot."""
 
 import threading
 from collections.abc import Callable
@@ -22,9 +22,13 @@ from cadenza.backends.mlx.slot_model import CHUNK, Abilities, SlotModel
 from cadenza.backends.mlx.slots import SlotSizes
 from cadenza.backends.mlx.step_split import DecodedToken, StepSplit
 from cadenza.backends.mlx.zoo import load_zoo_model, set_dtype
-from cadenza.backends.step_result import COLUMN_TOKEN, NUM_COLUMNS, read_result
-from cadenza.backends.token_choice import TokenChoice
-from cadenza.backends.token_rules import TokenRules
+from cadenza.backends.token_choice import (
+    COLUMN_TOKEN,
+    NUM_COLUMNS,
+    TokenChoice,
+    TokenRules,
+    read_result,
+)
 from cadenza.batch.step_schema import (
     LAST_SAMPLED,
     NO_HIDDEN,

@@ -24,7 +24,7 @@ from cadenza.backends.xla.tables import TABLES, Choice, Table, choose_table
 from cadenza.checkpoint.folder import Checkpoint
 from cadenza.config import KVCacheDType, Ops, Quantization
 from cadenza.models.model_config import ModelConfig
-from cadenza.weights.dtypes import WeightDType
+from cadenza.weights.weight_format import WeightDType
 
 DTYPES: tuple[WeightDType, ...] = ("float32", "bfloat16")
 QUANTIZATIONS: tuple[Quantization, ...] = ("none", "int8", "int4")
@@ -101,13 +101,12 @@ class XlaBackend(Backend):
 
     def open_instruments(self, ops: str = "native") -> Instruments | None:
         if ops == "cuda":
-            from cadenza.backends.xla.ops.cuda_library import load_cuda_library
-            from cadenza.backends.xla.ops.cuda_measure import CudaInstruments
+            from cadenza.backends.xla.ops.cuda_library import CudaInstruments, load_cuda_library
 
             return CudaInstruments(load_cuda_library())
         if not has_native_library():
             return None
-        from cadenza.backends.xla.ops.native_measure import NativeInstruments
+        from cadenza.backends.xla.ops.native import NativeInstruments
 
         return NativeInstruments()
 

@@ -6,11 +6,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-from cadenza.backends.xla.layers.attention import Attention
+from cadenza.backends.xla.layers.attention import Attention, LatentAttention
 from cadenza.backends.xla.layers.feed_forward import ExpertMLP, GatedMLP, ParallelMLP
-from cadenza.backends.xla.layers.hidden_input import HiddenInput
-from cadenza.backends.xla.layers.latent_attention import LatentAttention
-from cadenza.backends.xla.layers.layer_inputs import LayerEmbedding, LayerInput
+from cadenza.backends.xla.layers.layer_inputs import HiddenInput, LayerEmbedding, LayerInput
 from cadenza.backends.xla.layers.recurrent import GatedDelta, SelectiveScan, ShortConv
 from cadenza.backends.xla.layers.residual import Residual, StepContext
 from cadenza.backends.xla.layers.weight_source import WeightSource

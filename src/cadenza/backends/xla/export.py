@@ -16,10 +16,11 @@ import numpy.typing as npt
 
 from cadenza.backends.base import RunnerSetup
 from cadenza.backends.xla.decoder import load_decoder
+from cadenza.backends.xla.device_state import DeviceState, RowState, state_function
 from cadenza.backends.xla.layers.weight_source import WeightSource
 from cadenza.backends.xla.ops.reference import MAX_TOKENS, OpTable
 from cadenza.backends.xla.ops.table import DecoderSpec, LayerPools
-from cadenza.backends.xla.programs import DeviceState, RowState, StepProgram, state_function
+from cadenza.backends.xla.step_program import StepProgram
 from cadenza.batch.step_schema import NUM_EXTRA_LOGIT_ROWS, StepLayout
 from cadenza.batch.token_rules import RuleLayout
 from cadenza.models.model_config import ModelConfig

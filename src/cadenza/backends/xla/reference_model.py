@@ -4,7 +4,7 @@ the engine with it; they share only the loading of the checkpoint. Legend: C tok
 positions of the context · E embed · Hq/Hkv heads · D head size."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,12 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from cadenza.backends.xla.reference_images import SeenImages
-from cadenza.backends.xla.reference_inputs import add_layer_input, layer_inputs, parallel_mixture
-from cadenza.backends.xla.reference_latent import LatentHeads, new_latent_cache
-from cadenza.backends.xla.reference_recurrences import BlockTensors, net_of, new_state
-from cadenza.backends.xla.reference_rope import reference_rope
-from cadenza.backends.xla.reference_tower import ReferenceTower
+from cadenza.backends.xla.reference_mixers import (
+    BlockTensors,
+    LatentHeads,
+    net_of,
+    new_latent_cache,
+    new_state,
+    reference_rope,
+)
+from cadenza.backends.xla.reference_tower import ReferenceTower, SeenImages
 from cadenza.models.layer_kind import HeadShape, LayerKind
 from cadenza.models.model_config import (
     CLAMPED_ALPHA,
@@ -36,6 +39,9 @@ EMBEDDING = "model.embed_tokens.weight"
 
 _Cache = tuple[jax.Array, jax.Array]
 _Tensors = dict[str, jax.Array]
+_LAYER_TENSOR = re.compile(r"model\.layers\.(\d+)\.(.+)")
+Tensors = Mapping[str, jax.Array]
+Activate = Callable[[jax.Array], jax.Array]
 
 
 class _Chunk(NamedTuple):
@@ -45,9 +51,6 @@ class _Chunk(NamedTuple):
     start: Any
     last: Any
     positions: Any
-
-
-_LAYER_TENSOR = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
 
 class ReferenceModel:
@@ -391,3 +394,59 @@ def _rotate(heads: jax.Array, factors: jax.Array) -> jax.Array:
     rotated = jax.lax.complex(heads[..., :half], heads[..., half : 2 * half]) * factor
     parts = [jnp.real(rotated), jnp.imag(rotated), heads[..., 2 * half :]]
     return jnp.concatenate(parts, axis=-1)
+
+
+def layer_inputs(
+    model: ModelConfig, outer: Tensors, token_ids: jax.Array, x: jax.Array
+) -> jax.Array:
+    """The per-layer embeddings [C, layers, P] of tokens whose first stream is x [C, E]."""
+    inputs = model.layer_inputs
+    assert inputs is not None, "the model has no per-layer embeddings"
+    shape = (len(x), model.num_layers, inputs.size)
+    rows = outer["model.embed_tokens_per_layer.weight"][token_ids] * np.sqrt(inputs.size)
+    projected = _product(outer["model.per_layer_model_projection.weight"], x)
+    projected = (projected / np.sqrt(model.hidden_size)).reshape(shape)
+    weight = outer["model.per_layer_projection_norm.weight"]
+    return (_normed(projected, model) * weight + rows.reshape(shape)) / np.sqrt(2.0)
+
+
+def add_layer_input(
+    model: ModelConfig, layer: Tensors, x: jax.Array, values: jax.Array, activate: Activate
+) -> jax.Array:
+    """The stream x [C, E] with a layer's `values` [C, P]."""
+    gate = activate(_product(layer["per_layer_input_gate.weight"], x))
+    out = _product(layer["per_layer_projection.weight"], gate * values)
+    return x + _normed(out, model) * layer["post_per_layer_input_norm.weight"]
+
+
+def parallel_mixture(
+    model: ModelConfig, layer: Tensors, x: jax.Array, dense: jax.Array, activate: Activate
+) -> jax.Array:
+    """The sum of the normed MLP output `dense` and of the experts' for the stream x [C, E]. All
+    experts are computed; those that are not chosen have weight 0."""
+    experts = model.experts
+    assert experts is not None, "the model has no experts"
+    routed = _normed(x, model) * layer["router.scale"] / np.sqrt(model.hidden_size)
+    chances = jax.nn.softmax(_product(layer["router.proj.weight"], routed), axis=-1)  # [C, X]
+    ranks = jnp.argsort(jnp.argsort(-chances, axis=-1), axis=-1)
+    chosen = jnp.where(ranks < experts.num_chosen, chances, 0.0)
+    chosen = chosen / jnp.sum(chosen, axis=-1, keepdims=True) * layer["router.per_expert_scale"]
+    hidden = _normed(x, model) * layer["pre_feedforward_layernorm_2.weight"]
+    total = jnp.zeros_like(x)
+    for index in range(experts.num_experts):
+        gate, up, down = (
+            layer[f"experts.{index}.{name}_proj.weight"] for name in ("gate", "up", "down")
+        )
+        inner = activate(_product(gate, hidden)) * _product(up, hidden)
+        total += chosen[:, index, None] * _product(down, inner)
+    first = _normed(dense, model) * layer["post_feedforward_layernorm_1.weight"]
+    return first + _normed(total, model) * layer["post_feedforward_layernorm_2.weight"]
+
+
+def _normed(x: jax.Array, model: ModelConfig) -> jax.Array:
+    mean_square = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
+    return x / jnp.sqrt(mean_square + model.rms_norm_eps)
+
+
+def _product(weight: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.matmul(x, weight.T, precision="highest")

@@ -16,37 +16,31 @@ import numpy.typing as npt
 from jax.sharding import SingleDeviceSharding
 
 from cadenza.backends.base import Capability, ImageWork, RunnerSetup
-from cadenza.backends.step_result import read_result
-from cadenza.backends.xla.arithmetic import takes_portable_kernels
+from cadenza.backends.token_choice import read_result
 from cadenza.backends.xla.decoder import DecoderWeights, load_decoder, load_mtp_layer
-from cadenza.backends.xla.device import find_devices
+from cadenza.backends.xla.device import DeviceMesh, SingleDevice, find_devices
+from cadenza.backends.xla.device_state import (
+    ITEMS_PER_CALL,
+    MASK_ROWS,
+    PAGE_COPIES,
+    PAGE_UPDATES,
+    CopyPrograms,
+    DeviceState,
+    abstract_state,
+    bytes_of_items,
+    padded_items,
+    parts_of_items,
+    span_rows,
+)
 from cadenza.backends.xla.in_flight import InFlight
 from cadenza.backends.xla.layers.weight_source import WeightSource
 from cadenza.backends.xla.ops.program_ops import ProgramOps
 from cadenza.backends.xla.ops.table import DecoderSpec
-from cadenza.backends.xla.page_copies import (
-    ITEMS_PER_CALL,
-    CopyPrograms,
-    bytes_of_items,
-    padded_items,
-    parts_of_items,
-)
-from cadenza.backends.xla.placement import DeviceMesh, SingleDevice
-from cadenza.backends.xla.programs import (
-    MASK_ROWS,
-    PAGE_COPIES,
-    PAGE_UPDATES,
-    DeviceState,
-    Programs,
-    abstract_state,
-    can_split_steps,
-    compile_programs,
-    span_rows,
-)
+from cadenza.backends.xla.programs import Programs, compile_programs
 from cadenza.backends.xla.span_passes import SpanPasses
-from cadenza.backends.xla.tables import MakeOps, choose_table
-from cadenza.backends.xla.vision.encoder import ImageEncoder
-from cadenza.backends.xla.vision.host_tables import part_of
+from cadenza.backends.xla.step_program import can_split_steps
+from cadenza.backends.xla.tables import MakeOps, choose_table, takes_portable_kernels
+from cadenza.backends.xla.vision.encoder import ImageEncoder, part_of
 from cadenza.batch.step_schema import (
     NO_HIDDEN,
     ImageCall,

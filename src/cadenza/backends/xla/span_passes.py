@@ -12,10 +12,12 @@ import numpy as np
 
 from cadenza.backends.base import RunnerSetup
 from cadenza.backends.xla.decoder import DecoderStream, DecoderWeights
+from cadenza.backends.xla.device_state import DeviceState, span_rows
 from cadenza.backends.xla.layers.residual import Residual, StepContext
 from cadenza.backends.xla.ops.reference import OpTable
 from cadenza.backends.xla.ops.table import DecoderSpec, KVPool, LayerPools, StepArrays
-from cadenza.backends.xla.programs import STEP_OPTIONS, DeviceState, StepProgram, span_rows
+from cadenza.backends.xla.programs import STEP_OPTIONS
+from cadenza.backends.xla.step_program import StepProgram
 from cadenza.batch.step_schema import SpanCall, StepLayout
 from cadenza.batch.whole_spans import SpanShape
 from cadenza.errors import RunnerError

@@ -20,8 +20,13 @@ from cadenza.checkpoint.formats.grouped import (
     stored_mxfp4,
     unpack_codes,
 )
-from cadenza.checkpoint.formats.scheme import SCALE_DTYPES, ModuleTensors, QuantisationScheme
-from cadenza.checkpoint.formats.targets import MAX_TARGETS, Target
+from cadenza.checkpoint.formats.scheme import (
+    MAX_TARGETS,
+    SCALE_DTYPES,
+    ModuleTensors,
+    QuantisationScheme,
+    Target,
+)
 from cadenza.errors import CheckpointError
 from cadenza.json_object import JsonObject, shorten
 from cadenza.weights.quantised_weight import QuantisedWeight

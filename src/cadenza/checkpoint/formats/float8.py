@@ -11,11 +11,10 @@ import numpy as np
 from cadenza.checkpoint.formats.scheme import SCALE_DTYPES, ModuleTensors, QuantisationScheme
 from cadenza.errors import CheckpointError
 from cadenza.json_object import JsonObject, shorten
-from cadenza.weights.dtypes import StoredDType
-from cadenza.weights.float8_weight import BLOCK, Float8Weight, scales_of_blocks
+from cadenza.weights.quantised_weight import BLOCK, Float8Weight, scales_of_blocks
 from cadenza.weights.stored_tensor import StoredTensor, StoredWeight
 from cadenza.weights.tensor_spec import TensorSpec
-from cadenza.weights.weight_format import FLOAT8
+from cadenza.weights.weight_format import FLOAT8, StoredDType
 from cadenza.weights.weights import Weights
 
 FLOAT8_TYPE: StoredDType = "float8_e4m3"

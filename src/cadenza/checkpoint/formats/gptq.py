@@ -1,16 +1,22 @@
-"""Reads GPTQ checkpoints, as AutoGPTQ and GPTQModel write them, in 4 and 8 bits, in both versions
-of zero points. With `desc_act`, `g_idx` has the group of each input, and the codes are put into the
-order of the groups. A module is quantised if it has `qweight`. Shapes: N out, K in, S stored groups
-of K."""
+"""Reads GPTQ, as AutoGPTQ and GPTQModel write it, in 4 and 8 bits, in both versions of zero points,
+and AWQ in AutoAWQ's gemm layout. With `desc_act`, `g_idx` has the group of each input, and the
+codes are put into the order of the groups. A module is quantised if it has `qweight`. Shapes: N
+out, K in, S stored groups of K."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 from re import Pattern
 
 import numpy as np
 
 from cadenza.checkpoint.formats.grouped import Bits, Bytes, CodeLayout, as_bits, unpack_codes
-from cadenza.checkpoint.formats.scheme import ModuleTensors, QuantisationScheme, read_group_size
-from cadenza.checkpoint.formats.targets import MAX_TARGETS, compile_pattern
+from cadenza.checkpoint.formats.scheme import (
+    MAX_TARGETS,
+    ModuleTensors,
+    QuantisationScheme,
+    compile_pattern,
+    read_group_size,
+)
 from cadenza.errors import CheckpointError
 from cadenza.json_object import JsonObject, shorten
 from cadenza.weights.quantised_weight import InputOrder, QuantisedWeight
@@ -175,3 +181,63 @@ def order_of_groups(name: str, groups: AnyArray, group: int | None) -> InputOrde
             f"config.json; correct config.json or fetch the checkpoint again"
         )
     return None if (order == np.arange(len(order))).all() else order
+
+
+_AWQ_BITS = 4
+_AWQ_PER_WORD = 32 // _AWQ_BITS
+
+# the position in its word of each of eight columns: a word has the even columns first
+_POSITIONS = (0, 4, 1, 5, 2, 6, 3, 7)
+
+
+def _find_awq(group: int | None, spec: TensorSpec, weights: Weights) -> StoredWeight | None:
+    tensors = ModuleTensors.of(spec, weights)
+    if not tensors.has("qweight"):
+        return None
+    columns, reduction = spec.shape
+    if columns % _AWQ_PER_WORD:
+        raise CheckpointError(
+            f"{tensors.module} has {columns} outputs; AWQ needs a multiple of {_AWQ_PER_WORD}"
+        )
+    words, groups = columns // _AWQ_PER_WORD, -(-reduction // (group or reduction))
+    shapes = (reduction, words), (groups, words)
+    codes, zeros, scales = tensors.take_columns(*shapes, columns)
+    layout = CodeLayout(
+        bits=_AWQ_BITS, group=group, scale_dtype=scales.dtype, correction="zero_point"
+    )
+    return StoredWeight(
+        shape=spec.shape,
+        stored_type="awq int4",
+        format=layout.format,
+        parts=(codes, zeros, scales),
+        load=lambda: layout.weight(
+            _awq_columns(codes.array()).T, scales.array().T, _awq_columns(zeros.array()).T
+        ),
+    )
+
+
+def read_awq(raw: JsonObject) -> QuantisationScheme:
+    """The scheme of a `quantization_config`. Raises `CheckpointError`."""
+    bits = raw.get("bits") if raw.has("bits") else raw.get("w_bit")
+    if bits != _AWQ_BITS:
+        raise CheckpointError(
+            f"{raw.where}: bits is {shorten(bits)}; supported for AWQ is {_AWQ_BITS}"
+        )
+    version = (raw.text("version") or "gemm").lower()
+    if version != "gemm":
+        raise CheckpointError(
+            f"{raw.where}: version {shorten(version)} of AWQ is not supported; use a checkpoint in "
+            f"version gemm"
+        )
+    if not raw.flag("zero_point", True):
+        raise raw.wrong("zero_point", "true")
+    key = "group_size" if raw.has("group_size") else "q_group_size"
+    group = read_group_size(raw, key)
+    name = f"awq int{_AWQ_BITS} with groups of {group or 'all inputs'}"
+    return QuantisationScheme(name=name, find=partial(_find_awq, group))
+
+
+def _awq_columns(words: AnyArray) -> Bytes:
+    """Codes [., N] of words [., N / 8]."""
+    stored = unpack_codes(words, _AWQ_BITS, words.shape[1] * _AWQ_PER_WORD)
+    return stored.reshape(len(words), -1, _AWQ_PER_WORD)[..., _POSITIONS].reshape(len(words), -1)

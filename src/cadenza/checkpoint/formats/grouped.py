@@ -1,20 +1,30 @@
 """From stored codes, which have no sign, to a `QuantisedWeight`: `CodeLayout` of groups of any
 length, and mxfp4 (OCP Microscaling Formats 1.0): e2m1 nibbles in groups of 32 with e8m0 scales,
-held as integer codes, exactly, since twice an e2m1 value is an integer. Shapes: N out, K in, S
-stored groups of K, G groups of `GROUP`."""
+held as integers, since twice an e2m1 value is one; gpt-oss stacks it (`MXFP4_METHOD`). Shapes: N
+out, K in, S stored groups of K, G groups of `GROUP`, X experts."""
 
+import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from cadenza.checkpoint.formats.scheme import ModuleTensors
-from cadenza.weights.dtypes import StoredDType
+from cadenza.checkpoint.formats.scheme import ModuleTensors, QuantisationScheme
+from cadenza.checkpoint.stacked_experts import part_of_expert
+from cadenza.errors import CheckpointError
 from cadenza.weights.quantised_weight import QuantisedWeight
 from cadenza.weights.stored_tensor import AnyArray, StoredTensor, StoredWeight
 from cadenza.weights.tensor_spec import TensorSpec
-from cadenza.weights.weight_format import GROUP, MXFP4, ScaleType, WeightFormat, code_format
+from cadenza.weights.weight_format import (
+    GROUP,
+    MXFP4,
+    ScaleType,
+    StoredDType,
+    WeightFormat,
+    code_format,
+)
+from cadenza.weights.weights import Weights
 
 MXFP4_GROUP = GROUP
 
@@ -124,3 +134,56 @@ def mxfp4_weight(nibbles: Bytes, exponents: Bytes) -> QuantisedWeight:
     halved = np.ldexp(np.float32(1.0), exponents.astype(np.int32) - 128).astype(np.float32)
     scales = np.where(exponents == _NOT_A_NUMBER, np.float32(np.nan), halved)
     return QuantisedWeight(_DOUBLED[nibbles], scales.astype(np.float32), bits=4, is_mxfp4=True)
+
+
+_EXPERT = re.compile(r"(?P<stack>.+\.experts)\.(?P<index>\d+)\.(?P<part>gate|up|down)_proj\.weight")
+_BLOCK_BYTES = MXFP4_GROUP // 2
+
+
+def _find(spec: TensorSpec, weights: Weights) -> StoredWeight | None:
+    found = _EXPERT.fullmatch(spec.name)
+    if found is None:
+        return None
+    is_down = found["part"] == "down"
+    name = "down_proj" if is_down else "gate_up_proj"
+    tensors = ModuleTensors(weights, found["stack"])
+    if not tensors.has(f"{name}_blocks"):
+        return None
+    rows, reduction = spec.shape
+    if reduction % MXFP4_GROUP:
+        raise CheckpointError(
+            f"{spec.name} has {reduction} inputs, which is not a multiple of {MXFP4_GROUP}; "
+            f"correct config.json"
+        )
+    sharing = 1 if is_down else 2
+    groups = sharing * rows, reduction // MXFP4_GROUP
+    blocks, scales = (
+        _part(tensors, f"{name}_{suffix}", int(found["index"]), shape)
+        for suffix, shape in (("blocks", (*groups, _BLOCK_BYTES)), ("scales", groups))
+    )
+    every = slice(int(found["part"] == "up"), None, sharing)
+
+    def load() -> QuantisedWeight:
+        own = blocks.array()[every].reshape(rows, -1)
+        return mxfp4_weight(unpack_codes(own, 4, reduction), scales.array()[every])
+
+    return StoredWeight(
+        shape=spec.shape,
+        stored_type="mxfp4",
+        format=MXFP4,
+        parts=(blocks, scales),
+        load=load,
+        num_sharing=sharing,
+    )
+
+
+def _part(tensors: ModuleTensors, suffix: str, index: int, shape: tuple[int, ...]) -> StoredTensor:
+    """The part of expert `index` of a stacked tensor, which has at least so many."""
+    name = f"{tensors.module}.{suffix}"
+    stored = tensors.weights.shape(name)[:1] if tensors.has(suffix) else ()
+    count = max((index + 1, *stored))
+    return part_of_expert(tensors.take(suffix, [(count, *shape)], ("uint8",)), index)
+
+
+# of a `quantization_config` whose method is `mxfp4`: the tensors say everything
+MXFP4_METHOD = QuantisationScheme(name=f"mxfp4 with groups of {MXFP4_GROUP}", find=_find)

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cadenza.checkpoint.gguf.types import TENSOR_TYPES, TensorType
-from cadenza.weights.block_weight import Encoding
-from cadenza.weights.quantised_weight import QuantisedWeight, Scales
+from cadenza.checkpoint.gguf.reader import TENSOR_TYPES, TensorType
+from cadenza.weights.quantised_weight import Encoding, QuantisedWeight, Scales
 from cadenza.weights.weight_format import MXFP4, WeightFormat, code_format
 
 Bytes = npt.NDArray[Any]  # of uint8

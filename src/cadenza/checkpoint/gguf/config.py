@@ -29,7 +29,7 @@ from cadenza.models.rope_config import (
     axes_of,
     format_rope,
 )
-from cadenza.weights.other_folders import adapter_text
+from cadenza.weights.weights import adapter_text
 
 _TOWER = ("v.", "mm.", "a.")  # how the names of an encoder's and a projector's tensors start
 _TOWER_ALONE = (

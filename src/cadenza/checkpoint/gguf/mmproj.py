@@ -13,11 +13,8 @@ from cadenza.checkpoint.gguf.clip_projector import (
     TensorMap,
     map_linear,
     map_norm,
-    normalisation_settings,
-    siglip_settings,
 )
-from cadenza.checkpoint.gguf.gemma_mmproj import GEMMA_PROJECTORS
-from cadenza.checkpoint.gguf.qwen_mmproj import QWEN_PROJECTORS
+from cadenza.checkpoint.gguf.projectors import PROJECTORS
 from cadenza.checkpoint.gguf.reader import GGUFFile, open_gguf
 from cadenza.checkpoint.gguf.tensors import cut_parts
 from cadenza.errors import CheckpointError
@@ -25,7 +22,6 @@ from cadenza.json_object import JsonObject, shorten
 from cadenza.models.declaration import name_some
 from cadenza.models.model_config import ModelConfig
 from cadenza.models.tower_spec import TowerLayerSpec, TowerSpec, declare_tower
-from cadenza.models.towers.idefics3 import IDEFICS3
 from cadenza.models.towers.reader import VisionFiles, VisionOptions
 from cadenza.vision.tower_config import VisionConfig
 from cadenza.weights.stored_tensor import StoredTensor, StoredWeight
@@ -34,52 +30,6 @@ _ARCHITECTURE = "clip"
 _TYPE_KEYS = ("clip.vision.projector_type", "clip.projector_type")
 _WIDTH = f"{VISION_PREFIX}projection_dim"
 _AUDIO = ("a.", "mm.a.")  # what the names of tensors begin with that only sound needs
-
-
-def _idefics3_config(file: ProjectorFile) -> dict[str, object]:
-    """The converter writes 1e-5 where config.json leaves the constant of norms out; transformers
-    takes 1e-6."""
-    eps = file.vision("attention.layer_norm_epsilon")
-    return {
-        "model_type": "smolvlm",
-        "image_token_id": file.token_id("<image>"),
-        "scale_factor": file.vision("projector.scale_factor"),
-        "vision_config": {
-            **siglip_settings(file),
-            "layer_norm_eps": None if eps == _CONVERTERS_EPS else eps,
-        },
-    }
-
-
-def _idefics3_processor(file: ProjectorFile) -> dict[str, object]:
-    return {
-        **normalisation_settings(file),
-        "size": {"longest_edge": file.vision("preproc_image_size")},
-        "max_image_size": {"longest_edge": file.vision("image_size")},
-        "do_image_splitting": True,
-        "resample": _LANCZOS,
-    }
-
-
-def _idefics3_projectors(tower: TowerSpec) -> TensorMap:
-    (linear,) = tower.projectors[0].linears
-    return map_linear("mm.model.fc", linear)
-
-
-_CONVERTERS_EPS = 1e-5
-_LANCZOS = 1
-
-# by `clip.projector_type`
-PROJECTORS: Mapping[str, ClipProjector] = {
-    "idefics3": ClipProjector(
-        reader=IDEFICS3,
-        config=_idefics3_config,
-        processor=_idefics3_processor,
-        projectors=_idefics3_projectors,
-    ),
-    **QWEN_PROJECTORS,
-    **GEMMA_PROJECTORS,
-}
 
 
 def find_projector(model: Path, text: ModelConfig, options: VisionOptions) -> GGUFFile | None:

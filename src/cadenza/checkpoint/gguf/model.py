@@ -10,6 +10,7 @@ from pathlib import Path
 from cadenza.checkpoint.folder import Checkpoint, unite_eos, vision_settings
 from cadenza.checkpoint.generation_defaults import (
     ASSUMED_OF_GGUF,
+    DefaultPooling,
     GenerationDefaults,
     parse_generation_defaults,
     with_assumed,
@@ -21,7 +22,6 @@ from cadenza.checkpoint.gguf.reader import GGUFFile
 from cadenza.checkpoint.gguf.settings import Settings
 from cadenza.checkpoint.gguf.tensors import map_tensors
 from cadenza.checkpoint.gguf.tokenizer import Vocabulary, read_gguf_tokenizer, read_vocabulary
-from cadenza.checkpoint.pooling_files import DefaultPooling
 from cadenza.checkpoint.tokenizer_files import (
     MAX_TEMPLATES,
     TOKENIZER_FILE,
@@ -31,8 +31,8 @@ from cadenza.checkpoint.tokenizer_files import (
 )
 from cadenza.errors import CheckpointError
 from cadenza.json_object import JsonObject
+from cadenza.models.config_json import outline_of
 from cadenza.models.model_config import ModelConfig
-from cadenza.models.outline import outline_of
 from cadenza.models.towers.reader import VisionOptions
 from cadenza.request import Pooling
 from cadenza.text.tokens.tokenizer import TokenizerSource

@@ -16,7 +16,6 @@ from cadenza.errors import CheckpointError
 from cadenza.models.declaration import declare, name_some
 from cadenza.models.layer_kind import ScanShape
 from cadenza.models.model_config import ModelConfig
-from cadenza.weights.dtypes import WeightDType
 from cadenza.weights.stored_tensor import (
     MappedFile,
     StoredScheme,
@@ -24,6 +23,7 @@ from cadenza.weights.stored_tensor import (
     StoredWeight,
 )
 from cadenza.weights.tensor_spec import TensorSpec
+from cadenza.weights.weight_format import WeightDType
 from cadenza.weights.weights import Weights
 
 _DTYPES: dict[str, WeightDType] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}

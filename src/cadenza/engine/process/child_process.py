@@ -1,12 +1,13 @@
-"""`ChildProcess`: the front end's handle on one engine process: it starts and ends it and owns its
-socket, lifeline and output. Only `close` blocks, for a stated time. Invariant: `close` leaves no
-process, descriptor or thread."""
+"""`EngineChild`: the front end's handle on one engine process; `ChildProcess` starts and ends it
+and owns its socket, lifeline and output. Only `close` blocks, for a stated time. Invariant: `close`
+leaves no process, descriptor or thread."""
 
 import logging
 import os
 import selectors
 import subprocess
 from collections.abc import Sequence
+from typing import Protocol
 
 from cadenza.engine.process.frame_socket import RECEIVE_BYTES, FrameSocket
 from cadenza.engine.process.launch import COMMAND, Execute, Launched, execute, launch
@@ -16,6 +17,31 @@ from cadenza.engine.process.supervision import ProcessUsage, usage_of
 # Reads of the pipe after the exit. One empties it; more are needed while the process's own children
 # still print.
 _LAST_READS = 16
+
+
+class EngineChild(Protocol):
+    """The front end's handle on one engine process. `close` waits up to `within_s` for its exit,
+    then ends it, and returns its exit status."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def frames(self) -> FrameSocket: ...
+
+    def register(self, selector: selectors.BaseSelector) -> None: ...
+
+    def unregister(self, selector: selectors.BaseSelector) -> None: ...
+
+    def log_output(self) -> bool: ...
+
+    def usage(self) -> ProcessUsage | None: ...
+
+    def close(self, *, within_s: float) -> int: ...
+
+
+class EngineUnreachableError(OSError):
+    """A later attempt may find a way to start an engine."""
 
 
 class ChildProcess:

@@ -10,13 +10,14 @@ from collections.abc import Iterator
 
 import msgspec
 
+from cadenza import errors
 from cadenza.config import EngineConfig
 from cadenza.engine.batch_engine import Cancel, Resume, Submit
 from cadenza.engine.request_check import RequestCheck
 from cadenza.engine.route_report import RouteReport
 from cadenza.engine.stats import EngineStats
 from cadenza.engine.step_watch import StepSummary, Watch
-from cadenza.errors import CadenzaError
+from cadenza.errors import CadenzaError, RunnerError
 from cadenza.events import Report
 from cadenza.fingerprint import Fingerprint
 from cadenza.kernel_proof import KernelProof
@@ -81,6 +82,12 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     kind: str
     message: str
     is_shortage: bool = False
+
+    def exception(self) -> CadenzaError:
+        found = getattr(errors, self.kind, None)
+        if isinstance(found, type) and issubclass(found, CadenzaError):
+            return found(self.message)
+        return RunnerError(self.message)
 
 
 class EngineOutputs(msgspec.Struct, frozen=True, tag=True, kw_only=True, omit_defaults=True):

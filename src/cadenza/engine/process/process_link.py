@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 import msgspec
 
@@ -18,8 +18,11 @@ from cadenza import errors
 from cadenza.config import EngineConfig, EngineLimits
 from cadenza.engine.batch_engine import Cancel, Clock, Command, Emit
 from cadenza.engine.front import LOST, SHUT_DOWN, EngineFront
-from cadenza.engine.process.child_process import ChildProcess
-from cadenza.engine.process.frame_socket import FrameSocket
+from cadenza.engine.process.child_process import (
+    ChildProcess,
+    EngineChild,
+    EngineUnreachableError,
+)
 from cadenza.engine.process.launch import COMMAND
 from cadenza.engine.process.messages import (
     EngineOutputs,
@@ -38,7 +41,6 @@ from cadenza.engine.process.supervision import (
     STANDSTILL_S,
     START_SHORTAGES,
     Loss,
-    ProcessUsage,
     Supervision,
     WatchdogTimeouts,
     num_oom_kills,
@@ -49,7 +51,7 @@ from cadenza.engine.status import EngineStatus
 from cadenza.engine.step_watch import Watch
 from cadenza.engine.stored_pages import CLOSE_WITHIN_S
 from cadenza.engine.timeouts import RequestTimeouts
-from cadenza.errors import CadenzaError, ConfigError, EngineUnavailableError, RunnerError
+from cadenza.errors import CadenzaError, ConfigError, EngineUnavailableError
 from cadenza.fingerprint import Fingerprint
 from cadenza.kernel_proof import KernelProof
 from cadenza.scheduler.turns import POLICIES
@@ -75,31 +77,6 @@ PHASES = {
 LOG_EVERY_S = 60.0
 _EXIT_S = 0.5
 _LONGEST_SLEEP_S = 60.0
-
-
-class EngineChild(Protocol):
-    """The front end's handle on one engine process. `close` waits up to `within_s` for its exit,
-    then ends it, and returns its exit status."""
-
-    @property
-    def pid(self) -> int: ...
-
-    @property
-    def frames(self) -> FrameSocket: ...
-
-    def register(self, selector: selectors.BaseSelector) -> None: ...
-
-    def unregister(self, selector: selectors.BaseSelector) -> None: ...
-
-    def log_output(self) -> bool: ...
-
-    def usage(self) -> ProcessUsage | None: ...
-
-    def close(self, *, within_s: float) -> int: ...
-
-
-class EngineUnreachableError(OSError):
-    """A later attempt may find a way to start an engine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -437,7 +414,7 @@ class ProcessLink:
                 has_requests=bool(self._requests.num_open),
             )
             if failed is not None and self._check is None:
-                self._failure = _exception_of(failed)
+                self._failure = failed.exception()
                 self._supervision.died(loss.error)
             if failed is not None and failed.kind == ConfigError.__name__:
                 # What the first process resolved no longer fits: the next one chooses again.
@@ -496,10 +473,3 @@ def _phases(startup_s: Mapping[str, float]) -> str:
     """Such as `1.0 s (imports 0.4, load 0.6)`."""
     parts = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in startup_s.items())
     return f"{sum(startup_s.values()):.1f} s ({parts})"
-
-
-def _exception_of(failed: Failed) -> CadenzaError:
-    kind = getattr(errors, failed.kind, None)
-    if isinstance(kind, type) and issubclass(kind, CadenzaError):
-        return kind(failed.message)
-    return RunnerError(failed.message)

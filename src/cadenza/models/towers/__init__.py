@@ -5,13 +5,11 @@ pixels or arithmetic and is not supported is refused by name.
 
 Modules:
 
-- `reader`: `TowerReader`, what a family gives, `VisionFiles`, what it is given, and the settings of
-  image processors
+- `reader`: `TowerReader`, what a family gives, `VisionFiles`, what it is given, settings of image
+  processors and of SigLIP towers
 - `registry`: the families by model type, and `read_vision`
-- `siglip`: settings that SigLIP towers share
+- `gemma`: Gemma 3 and 4, with a tower and unified
 - `idefics3`: Idefics3 and SmolVLM
-- `gemma3`: Gemma 3
-- `gemma4`: Gemma 4, with a tower and unified
 - `pixtral`: Mistral 3, whose tower is Pixtral's
 - `qwen`: Qwen3-VL and Qwen3.5, Qwen2.5-VL and Qwen2-VL
 """

@@ -6,13 +6,14 @@ from cadenza.json_object import JsonObject
 from cadenza.models.model_config import MAX_VOCAB_SIZE
 from cadenza.models.towers.reader import (
     MAX_PIXELS_OF_SIDE,
+    SiglipDefaults,
     TowerReader,
     VisionFiles,
     check_steps,
     read_filter,
     read_normalisation,
+    read_siglip,
 )
-from cadenza.models.towers.siglip import SiglipDefaults, read_siglip
 from cadenza.vision.idefics3 import Idefics3Processor
 from cadenza.vision.tower_config import (
     ProjectorConfig,

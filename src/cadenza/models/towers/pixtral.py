@@ -6,14 +6,15 @@ import math
 from cadenza.json_object import JsonObject
 from cadenza.models.model_config import MAX_HEADS, MAX_LAYERS, MAX_VOCAB_SIZE, MAX_WIDTH
 from cadenza.models.towers.reader import (
+    MAX_PATCH,
     MAX_PIXELS_OF_SIDE,
     TowerReader,
     VisionFiles,
     check_steps,
     read_filter,
     read_normalisation,
+    read_tower_activation,
 )
-from cadenza.models.towers.siglip import MAX_PATCH, read_tower_activation
 from cadenza.vision.pixtral_images import PixtralImages
 from cadenza.vision.processor import CHANNELS
 from cadenza.vision.tower_config import (

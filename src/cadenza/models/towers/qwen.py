@@ -11,13 +11,14 @@ from cadenza.errors import CheckpointError
 from cadenza.json_object import JsonObject
 from cadenza.models.model_config import MAX_HEADS, MAX_LAYERS, MAX_VOCAB_SIZE, MAX_WIDTH
 from cadenza.models.towers.reader import (
+    MAX_PATCH,
     TowerReader,
     VisionFiles,
     check_steps,
     read_filter,
     read_normalisation,
+    read_tower_activation,
 )
-from cadenza.models.towers.siglip import MAX_PATCH, read_tower_activation
 from cadenza.vision.processor import CHANNELS
 from cadenza.vision.qwen_images import QwenImages
 from cadenza.vision.tower_config import (

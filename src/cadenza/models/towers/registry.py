@@ -4,14 +4,13 @@ from collections.abc import Mapping, Sequence
 
 from cadenza.json_object import JsonObject
 from cadenza.models.model_config import ModelConfig
-from cadenza.models.name_rules import NameRule
-from cadenza.models.towers.gemma3 import GEMMA3
-from cadenza.models.towers.gemma4 import GEMMA4, GEMMA4_UNIFIED
+from cadenza.models.towers.gemma import GEMMA3, GEMMA4, GEMMA4_UNIFIED
 from cadenza.models.towers.idefics3 import IDEFICS3
 from cadenza.models.towers.pixtral import MISTRAL3
 from cadenza.models.towers.qwen import QWEN
 from cadenza.models.towers.reader import TowerReader, VisionFiles, VisionOptions
 from cadenza.vision.tower_config import VisionConfig
+from cadenza.weights.weights import NameRule
 
 # by the `model_type` of config.json
 READERS: Mapping[str, TowerReader] = {

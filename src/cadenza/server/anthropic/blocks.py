@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 from cadenza.request import show
-from cadenza.server.calls.turns import (
+from cadenza.server.calls.conversation import (
     PART_TEXT,
     ConversationBuilder,
     Message,
@@ -126,8 +126,6 @@ class _PlainText(DeclaredObject):
 
 
 class _Document(_Block):
-    """A document whose text is in the request."""
-
     type = required(OneOf(("document",)))
     source = required(ObjectOf(_PlainText))
     title = optional(PART_TEXT)
@@ -175,8 +173,8 @@ def block_messages(name: str, value: object) -> tuple[Message, ...]:
     """`messages`, checked into messages of a chat."""
     items = checked_list(name, value, "a list of messages", (1, MAX_MESSAGES))
     conversation = ConversationBuilder()
-    for place, item in enumerate(items):
-        _add_message(conversation, f"{name}[{place}]", item)
+    for index, item in enumerate(items):
+        _add_message(conversation, f"{name}[{index}]", item)
     return tuple(conversation.messages)
 
 
@@ -220,14 +218,14 @@ def _blocks(name: str, value: object, kinds: Kinds) -> list[tuple[str, Mapping[s
     if not isinstance(value, list):
         raise refuse(name, value, "a text, or a list of content blocks")
     found: list[tuple[str, Mapping[str, Any]]] = []
-    for place, block in enumerate(cast(list[object], value)[: MAX_MESSAGES + 1]):
+    for index, block in enumerate(cast(list[object], value)[: MAX_MESSAGES + 1]):
         kind = members_of(block).get("type")
         if not isinstance(kind, str):
             raise refuse(name, block, f"blocks of the types {', '.join(kinds)}")
         if kind not in kinds:
             raise not_built(name, f"the content block {show(kind)} here")
         if kind == "image":
-            image = image_of_block(name, f"{name}[{place}]", block)
+            image = image_of_block(name, f"{name}[{index}]", block)
             found.append((kind, {"image": image}))
         else:
             found.append((kind, ObjectOf(kinds[kind]).check(name, block).values))

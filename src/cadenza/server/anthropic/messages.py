@@ -24,31 +24,73 @@ from cadenza.server.anthropic.blocks import (
     no_thread,
     system_text,
 )
-from cadenza.server.calls.blocks import Block, BlockEncoder, BlockEvent, event_bytes
-from cadenza.server.calls.conversation import AskedConversation, continuing
-from cadenza.server.calls.encoder import AnswerHead, StreamEncoder, Usage
-from cadenza.server.calls.request import (
-    GENERATION_STATUSES,
-    GeneratingEndpoint,
-    GenerationRequest,
+from cadenza.server.calls.conversation import AskedConversation, continuing, with_system
+from cadenza.server.calls.encoder import (
+    AnswerHead,
+    Block,
+    BlockEncoder,
+    BlockEvent,
+    StreamEncoder,
+    Usage,
+    event_bytes,
 )
-from cadenza.server.calls.turns import with_system
-from cadenza.server.dialect import anthropic_error
+from cadenza.server.calls.request import GENERATION_STATUSES, GeneratingEndpoint, GenerationRequest
 from cadenza.server.errors import ApiError, invalid_value
 from cadenza.server.fields.body import ObjectOf, label, optional, required, unsupported
 from cadenza.server.fields.messages import chat_messages, template_variables
 from cadenza.server.fields.sampling import LABEL, SamplingBody, SamplingField
 from cadenza.server.fields.thinking import AskedThinking, ThinkingSwitches
-from cadenza.server.fields.tools import (
-    AskedChoice,
-    message_tool_choice,
-    message_tools,
-    tool_use,
-)
+from cadenza.server.fields.tools import AskedChoice, message_tool_choice, message_tools, tool_use
 from cadenza.server.fields.types import AnyJson, or_null
+from cadenza.server.http.exchange import Dialect
 from cadenza.server.limits import ServerLimits
 from cadenza.server.openapi import COUNT, TEXT, AnswerSchema, list_of, object_of, one_of
 from cadenza.structured import StructuredOutput
+
+ANTHROPIC_VERSIONS = ("2023-06-01", "2026-10-21")
+"""What the newer one removes from requests is still accepted."""
+
+_ERROR_TYPES: Mapping[int, str] = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    413: "request_too_large",
+    415: "invalid_request_error",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+_OVERLOADED = 529
+
+
+def _error_object(error: ApiError, request_id: str) -> dict[str, Any]:
+    """The answer, or a stream's last event."""
+    described: dict[str, Any] = {
+        "type": _ERROR_TYPES[error.status],
+        "message": error.with_field,
+    }
+    if error.details is not None:
+        described["details"] = error.details
+    return {"type": "error", "error": described, "request_id": request_id}
+
+
+def _check_version(version: bytes) -> None:
+    text = version.decode("latin-1").strip()
+    if text not in ANTHROPIC_VERSIONS:
+        known = ", ".join(ANTHROPIC_VERSIONS)
+        raise invalid_value(f"anthropic-version is {text[:32]!r}; there are {known}", None)
+
+
+ANTHROPIC = Dialect(
+    id_headers=("x-request-id", "request-id"),
+    version_header=b"anthropic-version",
+    status_of=lambda error: _OVERLOADED if error.status == 503 else error.status,
+    error_body=lambda error, request_id: msgspec.json.encode(_error_object(error, request_id)),
+    check_version=_check_version,
+    error_schema="MessageError",
+)
 
 _ANNOTATION = AnyJson(max_chars=16 << 10)
 _AUTO = AskedChoice("auto", is_parallel=True)
@@ -183,8 +225,8 @@ class MessageRequest(MessagesBody, SamplingBody, GenerationRequest):
         del limits  # there are no log probabilities
         self.check_conversation()
 
-    @property
-    def request_options(self) -> RequestOptions:
+    def request_options(self, text: TextFrontend) -> RequestOptions:
+        del text
         return IN_CONTEXT
 
     def prompts(self, text: TextFrontend) -> list[ChatPrompt]:
@@ -228,7 +270,7 @@ class MessageEncoder(BlockEncoder):
         return event_bytes("message_delta", delta) + event_bytes("message_stop", {})
 
     def failure(self, error: ApiError) -> bytes:
-        body = msgspec.json.encode(anthropic_error(error, self.head.request_id))
+        body = msgspec.json.encode(_error_object(error, self.head.request_id))
         return b"event: error\ndata: " + body + b"\n\n"
 
     def _whole_object(self) -> dict[str, Any]:
@@ -308,7 +350,7 @@ def usage_of_message(usage: Usage) -> dict[str, Any]:
     }
 
 
-MESSAGE_STATUSES = tuple(529 if status == 503 else status for status in GENERATION_STATUSES)
+MESSAGE_STATUSES = tuple(_OVERLOADED if status == 503 else status for status in GENERATION_STATUSES)
 _USAGE = object_of(
     {"input_tokens": COUNT, "output_tokens": COUNT, "cache_read_input_tokens": COUNT}
 )

@@ -6,8 +6,6 @@ Modules:
 
 - `request`: what an endpoint says of itself, and a checked body of its prompts and parameters
 - `conversation`: what all APIs make of a conversation
-- `turns`: the chat messages that items and content blocks become, and the texts in these
 - `encoder`: bytes of answers and of streamed events
-- `blocks`: reasoning, texts and calls of an answer, for APIs whose answers are lists of these
 - `record`: the record of a call: its tokens (`Usage`), times and end; one log line a request
 """

@@ -1,43 +1,45 @@
-"""Bytes of answers: JSON objects, and streams of server-sent events (SSE), whose common bytes are
-encoded once. Invariant: a stream is role or text chunks, one finish reason for each choice, usage
-if asked for, and `[DONE]`, however it ends."""
+"""Encoders: the bytes of answers and of streamed events. `BlockEncoder`: of APIs whose answers are
+lists of blocks (reasoning, texts, calls). Invariant: a stream's events, joined, are the whole
+answer."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
 from cadenza.frontend.output_processor import OutputProcessor
 from cadenza.frontend.text_frontend import TextFrontend
-from cadenza.outputs import CompletionOutput, RequestOutput
+from cadenza.outputs import CompletionOutput, Logprob, OutputPart, PartKind, RequestOutput
+from cadenza.server.calls.conversation import new_call_id
 from cadenza.server.calls.record import AnswerTimes, Usage
 from cadenza.server.errors import ApiError
-from cadenza.server.fields.sampling import GenerationBody, StreamOptions
 
-DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 """A comment."""
 
-_encode = msgspec.json.encode
+LEAST_LOGPROB = -9999.0
+"""JSON has no infinity."""
 
-ChoiceObject = dict[str, Any]
+LogprobEntry = Mapping[int, Logprob]
+"""The chosen token of a position, first, and the likeliest."""
+
+_encode = msgspec.json.encode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerHead:
-    """What is known of an answer before it begins; `usage` and `times` are those of the answer so
-    far. `text`: the model's. `read_fingerprint`: None until it is known. `now`: seconds since 1970,
-    for the time of a chunk; None: `created` is that of all."""
+    """What is known of an answer before it begins."""
 
     request_id: str
     created: int
     model: str
-    text: TextFrontend
-    usage: Usage = field(default_factory=Usage)
-    read_fingerprint: Callable[[], str | None] = lambda: None
+    text: TextFrontend  # the model's
+    usage: Usage = field(default_factory=Usage)  # of the answer so far, as its times
+    read_fingerprint: Callable[[], str | None] = lambda: None  # None until it is known
     times: Callable[[], AnswerTimes] = AnswerTimes
+    # seconds since 1970, for the time of a chunk; None: `created` is that of all
     now: Callable[[], float] | None = None
 
     @property
@@ -109,121 +111,140 @@ class StreamEncoder(AnswerEncoder):
         """The events that a failed stream ends with."""
 
 
-class ChunkEncoder(StreamEncoder):
-    """OpenAI's (chat) completions. A choice's parts are requested in order; joined, they are the
-    whole choice."""
-
-    id_prefix: ClassVar[str]
-    object_name: ClassVar[str]
-    chunk_name: ClassVar[str]
-
-    def __init__(self, head: AnswerHead, body: GenerationBody, num_prompts: int = 1) -> None:
-        super().__init__(head)
-        asked = body.stream_options or StreamOptions({})
-        self._n, self._num_choices = body.n, num_prompts * body.n
-        self._include_usage = asked.include_usage
-        # By itself it asks for no usage.
-        self._continuous_usage = asked.include_usage and asked.continuous_usage_stats
-        self._before = self._make_before()
-        self._is_before_fixed = head.system_fingerprint is not None
-        self._after = self._make_after(None)
-        # Until a chunk has the prompt's fields, or always where all have the usage.
-        self._is_prompt_due = True
-        self._is_after_fixed = False
-
-    def begin(self, index: int) -> ChoiceObject | None:
-        """The first part of a streamed choice, before there is any token."""
-        del index
-        return None
-
-    @abstractmethod
-    def part(
-        self, index: int, output: CompletionOutput, request: PromptInfo
-    ) -> ChoiceObject | None:
-        """The next part of a streamed choice; None when there is nothing to show."""
-
-    @abstractmethod
-    def whole_choice(
-        self, index: int, output: CompletionOutput, request: RequestOutput
-    ) -> ChoiceObject: ...
-
-    def about_prompt(self, request: PromptInfo | None) -> dict[str, Any] | None:
-        """The fields next to the choices; None while not all are known; without values if `request`
-        is None."""
-        del request
-        return {}
-
-    def opening(self) -> bytes:
-        made: list[bytes] = []
-        for index in range(self._num_choices):
-            part = self.begin(index)
-            if part is not None:
-                after = self._make_after(None) if self._continuous_usage else self._after
-                made += [self._before, _encode(part), after]
-        return b"".join(made)
-
-    def take(self, place: int, request: PromptInfo, outputs: Sequence[CompletionOutput]) -> bytes:
-        made: list[bytes] = []
-        if not self._is_before_fixed and self.head.system_fingerprint is not None:
-            self._before, self._is_before_fixed = self._make_before(), True
-        for output in outputs:
-            part = self.part(place * self._n + output.index, output, request)
-            if part is not None:
-                _add_end(part, output)
-                after = self._after if self._is_after_fixed else self._next_after(request)
-                made += (self._before, _encode(part), after)
-        return b"".join(made)
-
-    def closing(self) -> bytes:
-        if not self._include_usage:
-            return DONE
-        fields = self.head.fields(self.id_prefix, self.chunk_name)
-        last: dict[str, Any] = {**fields, "choices": [], "usage": self.head.usage.as_object()}
-        return b"data: " + _encode(last) + b"\n\n" + DONE
-
-    def failure(self, error: ApiError) -> bytes:
-        return b"data: " + error.body() + b"\n\n" + DONE
-
-    def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
-        choices: list[ChoiceObject] = []
-        about_prompt: dict[str, Any] | None = None
-        for prompt, request in enumerate(outputs):
-            about_prompt = self.about_prompt(request)
-            for output in request.outputs:
-                choices.append(self.whole_choice(prompt * self._n + output.index, output, request))
-                _add_end(choices[-1], output)
-        fields = self.head.fields(self.id_prefix, self.object_name)
-        about_prompt = about_prompt or self.about_prompt(None) or {}
-        usage = self.head.usage.as_object()
-        return _encode({**fields, "choices": choices, "usage": usage, **about_prompt})
-
-    def _make_before(self) -> bytes:
-        chunk = _encode(self.head.fields(self.id_prefix, self.chunk_name))
-        return b"data: " + chunk[:-1] + b',"choices":['
-
-    def _make_after(self, about_prompt: dict[str, Any] | None) -> bytes:
-        rest: dict[str, Any] = {}
-        if self._include_usage:
-            rest["usage"] = self.head.usage.as_object() if self._continuous_usage else None
-        rest |= about_prompt or self.about_prompt(None) or {}
-        return (b"]," + _encode(rest)[1:] if rest else b"]}") + b"\n\n"
-
-    def _next_after(self, request: PromptInfo) -> bytes:
-        """What follows the choices of a chunk that has the prompt's fields or the usage."""
-        about_prompt = self.about_prompt(request) if self._is_prompt_due else None
-        if about_prompt is not None:
-            self._is_prompt_due = False
-            self._is_after_fixed = not self._continuous_usage
-        return self._make_after(about_prompt)
-
-
 def schema_mark(output: CompletionOutput) -> dict[str, bool]:
     """The member of an answer that was checked by its schema at its end."""
     found = output.is_schema_valid
     return {} if found is None else {"x_schema_valid": found}
 
 
-def _add_end(choice: ChoiceObject, output: CompletionOutput) -> None:
-    if output.receipt is not None:
-        choice["receipt"] = output.receipt
-    choice |= schema_mark(output)
+@dataclass(slots=True, eq=False)
+class Block:
+    """One block; the text of a call is its arguments."""
+
+    index: int  # in the answer
+    kind: PartKind
+    name: str | None = None  # the function that is called
+    call_id: str = ""  # of a call
+    is_ended: bool = False
+    texts: list[str] = field(default_factory=list[str])
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Of a call, as an object; a text that is no JSON object is its only member."""
+        try:
+            return msgspec.json.decode(self.text, type=dict[str, Any])
+        except msgspec.DecodeError:
+            return {"arguments": self.text}
+
+
+class BlockEvent(NamedTuple):
+    """A block begins, has more text, or ends."""
+
+    kind: Literal["begin", "text", "end"]
+    block: Block
+    text: str = ""
+
+
+class BlockReader:
+    """Reads one sample's outputs as they come."""
+
+    def __init__(self) -> None:
+        self.blocks: list[Block] = []
+        self.mark: dict[str, bool] = {}
+
+    def take(self, output: CompletionOutput) -> Iterator[BlockEvent]:
+        """The events of an output; its end ends the last block."""
+        parts = output.parts
+        if parts is None:
+            parts = (OutputPart("content", output.text),)
+        for part in parts:
+            if part.text or part.name is not None:
+                yield from self._take_part(part)
+        if output.finish_reason is not None:
+            self.mark = schema_mark(output)
+            yield from self._end()
+
+    def _take_part(self, part: OutputPart) -> Iterator[BlockEvent]:
+        if not self.blocks or self.blocks[-1].is_ended or self.blocks[-1].kind != part.kind:
+            yield from self._end()
+            yield self._begin(part)
+        block = self.blocks[-1]
+        block.texts.append(part.text)
+        yield BlockEvent("text", block, part.text)
+        if part.name is not None:
+            yield from self._end()
+
+    def _begin(self, part: OutputPart) -> BlockEvent:
+        call_id = "" if part.name is None else new_call_id()
+        block = Block(len(self.blocks), part.kind, name=part.name, call_id=call_id)
+        self.blocks.append(block)
+        return BlockEvent("begin", block)
+
+    def _end(self) -> Iterator[BlockEvent]:
+        if self.blocks and not self.blocks[-1].is_ended:
+            self.blocks[-1].is_ended = True
+            yield BlockEvent("end", self.blocks[-1])
+
+
+class BlockEncoder(StreamEncoder):
+    """Of one prompt; its events follow from those of its blocks."""
+
+    def __init__(self, head: AnswerHead) -> None:
+        super().__init__(head)
+        self._reader = BlockReader()
+        self.ended: CompletionOutput | None = None
+
+    @abstractmethod
+    def _whole_object(self) -> dict[str, Any]:
+        """The answer, made of all blocks."""
+
+    def _events_of(self, event: BlockEvent) -> Iterable[bytes]:
+        raise NotImplementedError
+
+    def _events(self, output: CompletionOutput) -> Iterable[bytes]:
+        return [made for event in self._read(output) for made in self._events_of(event)]
+
+    def take(self, place: int, request: PromptInfo, outputs: Sequence[CompletionOutput]) -> bytes:
+        del place, request  # there is one prompt, which the answer does not contain
+        return b"".join([made for output in outputs for made in self._events(output)])
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
+        for request in outputs:
+            for output in request.outputs:
+                for _ in self._read(output):
+                    pass
+        return msgspec.json.encode(self._whole_object())
+
+    def _read(self, output: CompletionOutput) -> Iterator[BlockEvent]:
+        if output.finish_reason is not None:
+            self.ended = output
+        yield from self._reader.take(output)
+
+
+def event_bytes(name: str, members: dict[str, Any]) -> bytes:
+    """A named event, whose data repeats its name."""
+    body = msgspec.json.encode({"type": name, **members})
+    return b"event: " + name.encode() + b"\ndata: " + body + b"\n\n"
+
+
+def ranked(entry: LogprobEntry, num_top: int) -> list[tuple[int, Logprob]]:
+    """The likeliest tokens of a position, the likeliest first."""
+    found = [each for each in entry.items() if each[1].rank is not None]
+    return sorted(found, key=lambda each: each[1].rank or 0)[:num_top]
+
+
+def shown_token(token_id: int, found: Logprob) -> str:
+    return token_name(token_id) if found.decoded_token is None else found.decoded_token
+
+
+def token_name(token_id: int) -> str:
+    """Unique, unlike the token's text."""
+    return f"token_id:{token_id}"
+
+
+def finite(found: Logprob) -> float:
+    return max(found.logprob, LEAST_LOGPROB)

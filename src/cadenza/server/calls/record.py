@@ -105,14 +105,13 @@ class CallTrace(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerTimes:
-    """Seconds of a call so far. `total_s`: since it arrived. `first_s`: until its first token; None
-    without one. `prompt_s`: until its first token, or until its prompts were read where nothing is
-    generated. `decode_s`: from its first token to its newest."""
+    """Seconds of a call so far."""
 
-    total_s: float = 0.0
-    first_s: float | None = None
+    total_s: float = 0.0  # since it arrived
+    first_s: float | None = None  # until its first token
+    # until its first token, or until its prompts were read where nothing is generated
     prompt_s: float = 0.0
-    decode_s: float = 0.0
+    decode_s: float = 0.0  # from its first token to its newest
 
 
 @dataclass(slots=True, eq=False)
@@ -148,15 +147,15 @@ class RequestRecord:
     def start(self, prepared: Sequence[PreparedRequest]) -> None:
         self.n = prepared[0].request.params.n
         self.prompts = [PromptTimes() for _ in prepared]
-        for place, each in enumerate(prepared):
+        for index, each in enumerate(prepared):
             request = each.request
             count, num_of_images = len(request.prompt_token_ids), num_image_tokens(request)
-            self.usage.prompt[place] = count
+            self.usage.prompt[index] = count
             self.counts.request_prompt_tokens.add(count)
             if num_of_images:
-                self.usage.images[place] = num_of_images
+                self.usage.images[index] = num_of_images
             if each.prompt_use is not None:
-                self.usage.used[place] = each.prompt_use
+                self.usage.used[index] = each.prompt_use
 
     def take(
         self, prompt: int, found: OutputProcessor, outputs: Sequence[CompletionOutput]

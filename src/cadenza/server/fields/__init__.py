@@ -4,10 +4,9 @@ meaning, or is refused by name; a value that would change an answer is never ign
 
 Modules:
 
-- `body`: request bodies, whose members are declared once, checked and described
-- `types`: types of members
-- `json_text`: the JSON of a body, or the place at which it is none
-- `unknown_members`: what becomes of members that nothing declares
+- `body`: request bodies, whose members are declared once, checked and described, and what becomes
+  of members that nothing declares
+- `types`: the JSON of a body, and types of members
 - `other_engines`: the table of other engines' fields that change an answer
 - `sampling`: prompts, and the members that all generating endpoints share
 - `messages`: chat messages

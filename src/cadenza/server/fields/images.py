@@ -6,14 +6,7 @@ from typing import Any, cast
 
 from cadenza.media.image_input import Detail, ImageInput, image_part
 from cadenza.server.errors import not_built
-from cadenza.server.fields.body import (
-    DeclaredObject,
-    ObjectOf,
-    label,
-    labels,
-    optional,
-    required,
-)
+from cadenza.server.fields.body import DeclaredObject, ObjectOf, label, labels, optional, required
 from cadenza.server.fields.types import (
     OneOf,
     Schema,
@@ -45,8 +38,6 @@ def detail_type(name: str, value: object) -> Detail:
 
 
 class _ImageUrl(DeclaredObject):
-    """The object `image_url` of a chat's part."""
-
     is_open = True
     url = required(IMAGE_URL)
     detail = optional(detail_type, DETAIL_HELP)
@@ -58,7 +49,6 @@ def _url_schema() -> Schema:
 
 @field_type(_url_schema)
 def _image_url(name: str, value: object) -> _ImageUrl:
-    """An object, or the URL alone, as some clients send it."""
     if isinstance(value, str):
         return _ImageUrl({"url": IMAGE_URL.check(name, value)})
     return ObjectOf(_ImageUrl).check(name, value)
@@ -163,11 +153,11 @@ def ollama_images(name: str, where: str, value: object) -> list[ImageInput]:
     if not isinstance(value, list):
         raise refuse(name, value, "a list of images, each a file's bytes as base64")
     found: list[ImageInput] = []
-    for place, item in enumerate(cast(list[object], value)):
+    for index, item in enumerate(cast(list[object], value)):
         text = _BASE64.check(name, item)
         # Its bytes say what it is.
         url = text if text[:5].lower() == "data:" else f"data:image/png;base64,{text}"
-        found.append(ImageInput(url=url, where=f"{where}[{place}]"))
+        found.append(ImageInput(url=url, where=f"{where}[{index}]"))
     return found
 
 

@@ -55,14 +55,7 @@ ROLES = {
 }
 """As templates get them; `developer` is the newer name of `system`, `tool` that of `function`."""
 
-_NOT_BUILT_PARTS = (
-    "image_embeds",
-    "input_audio",
-    "audio_url",
-    "audio_embeds",
-    "video_url",
-    "file",
-)
+_NOT_BUILT_PARTS = ("image_embeds", "input_audio", "audio_url", "audio_embeds", "video_url", "file")
 _TEXT_PARTS = {
     "text": "text",
     "input_text": "text",
@@ -89,8 +82,6 @@ def _role(name: str, value: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _MemberText:
-    """A text that a template gets."""
-
     member: str
     max_chars: int | None = None
 
@@ -154,7 +145,7 @@ def _message_content(name: str, value: object) -> Content:
 
 
 def _parts(name: str, where: str, items: list[object]) -> list[Part]:
-    found = [_part(name, f"{where}[{place}]", part) for place, part in enumerate(items)]
+    found = [_part(name, f"{where}[{index}]", part) for index, part in enumerate(items)]
     return [part for part in found if part is not None]
 
 
@@ -248,7 +239,7 @@ class ChatMessage(DeclaredObject):
 @field_type(lambda: array_schema(ChatMessage.object_schema(), 1, MAX_MESSAGES))
 def chat_messages(name: str, value: object) -> tuple[dict[str, Any], ...]:
     items = checked_list(name, value, "a list of messages", (1, MAX_MESSAGES))
-    return tuple([_message(name, place, item) for place, item in enumerate(items)])
+    return tuple([_message(name, index, item) for index, item in enumerate(items)])
 
 
 MAX_VARIABLES = 64
@@ -314,12 +305,11 @@ def _message(name: str, place: int, value: object) -> dict[str, Any]:
     message = _without_nulls(cast(dict[str, Any], value))
     fields = ChatMessage.fields
     role = fields["role"].type.check(name, message.get("role"))
-    told = ChatMessage.effective_names
     for key, item in message.items():
         if key not in fields:
             ChatMessage.take_unknown(name, key)
-        elif key not in told:
-            check_member(name, key, ChatMessage.fields[key].type, item)
+        elif key not in ChatMessage.effective_names:
+            check_member(name, key, fields[key].type, item)
     content, parts = message.get("content"), _parts_of(message)
     calls = fields["tool_calls"].type.check(name, _given_calls(message, parts))
     if content is None and (calls or role in ("assistant", "tool")):
@@ -355,9 +345,9 @@ def _given_calls(message: dict[str, Any], parts: list[dict[str, Any]]) -> object
 
 def _reasoning(message: dict[str, Any], parts: list[dict[str, Any]]) -> str | None:
     """The reasoning, under the older one of its names if there are two, or of content parts."""
-    told = [message.get("reasoning_content"), message.get("reasoning")]
-    told += [part.get(kind) for part in parts if (kind := part.get("type")) in _REASONING]
-    return next((text for text in told if isinstance(text, str)), None)
+    given = [message.get("reasoning_content"), message.get("reasoning")]
+    given += [part.get(kind) for part in parts if (kind := part.get("type")) in _REASONING]
+    return next((text for text in given if isinstance(text, str)), None)
 
 
 def _part(name: str, where: str, part: object) -> Part | None:

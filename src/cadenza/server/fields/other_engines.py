@@ -8,13 +8,7 @@ from typing import Any, ClassVar
 from cadenza.request import DEFAULTS, PARAMETERS
 from cadenza.server.errors import invalid_value, not_built
 from cadenza.server.fields.body import Alias, Body, Field, label, labels, optional, unsupported
-from cadenza.server.fields.types import (
-    AnyJson,
-    Integer,
-    checked_dict,
-    field_type,
-    members_of,
-)
+from cadenza.server.fields.types import AnyJson, Integer, checked_dict, field_type, members_of
 
 _HINT = AnyJson(max_chars=16 << 10)
 _WHOLE_WINDOW = -1
@@ -170,7 +164,6 @@ class OtherEnginesBody(Body):
 
 
 def _inlined(given: Mapping[str, object]) -> Mapping[str, object]:
-    """The body with the members of `extra_body` and `options` as fields. Raises ApiError (400)."""
     found, places = dict(given), dict[str, str]()
     for place in _INLINED:
         for name, value in members_of(given.get(place)).items():

@@ -50,7 +50,8 @@ from cadenza.server.fields.types import (
     object_schema,
     refuse,
 )
-from cadenza.sparse_prefill import LEAST_KEEP, MAX_SPANS, MAX_THRESHOLD, MOST_KEEP, When
+from cadenza.sparse_prefill import LEAST_KEEP, MOST_KEEP, When
+from cadenza.spec_prefill_config import MAX_SPANS, MAX_THRESHOLD
 
 MAX_CHOICES = 2048
 """Answers of one call: its prompts times `n`."""

@@ -17,14 +17,7 @@ from cadenza.server.fields.body import (
     optional,
     unsupported,
 )
-from cadenza.server.fields.types import (
-    AnyJson,
-    Boolean,
-    Integer,
-    OneOf,
-    Schema,
-    checked_dict,
-)
+from cadenza.server.fields.types import AnyJson, Boolean, Integer, OneOf, Schema, checked_dict
 
 EFFORTS: Mapping[str, int | None] = {
     "none": None,

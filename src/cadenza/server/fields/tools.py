@@ -11,7 +11,13 @@ from typing import Any, Literal, cast
 from cadenza.frontend.answers import ToolUse
 from cadenza.request import show
 from cadenza.server.errors import invalid_value, not_built
-from cadenza.server.fields.body import DeclaredObject, ObjectOf, further_members, optional
+from cadenza.server.fields.body import (
+    DeclaredObject,
+    ObjectOf,
+    further_members,
+    optional,
+    unknown_members,
+)
 from cadenza.server.fields.types import (
     Boolean,
     CheckedBy,
@@ -25,10 +31,9 @@ from cadenza.server.fields.types import (
     object_schema,
     refuse,
 )
-from cadenza.server.fields.unknown_members import unknown_members
 from cadenza.structured import MAX_STRUCTURED_BYTES
-from cadenza.text.answers.answer_grammar import Tool
 from cadenza.text.answers.input_grammar import InputGrammar
+from cadenza.text.answers.tool_format import Tool
 
 MAX_NAME_CHARS = 128
 MAX_DESCRIPTION_CHARS = 32 << 10
@@ -156,7 +161,6 @@ def _message_schema() -> Schema:
 
 
 def _tool_schema(members: Mapping[str, Schema], required: tuple[str, ...]) -> Schema:
-    """The JSON Schema of an object that `_check_members` checks."""
     off = {name: {"enum": [harmless, None]} for name, (_, harmless) in _UNSUPPORTED_MEMBERS.items()}
     known: dict[str, Schema] = {**{name: {} for name in _TOOL_LABELS}, **off, **members}
     return object_schema(known, required, additionalProperties=further_members())
@@ -249,7 +253,6 @@ def _nested_tool(name: str, members: dict[str, Any]) -> Tool:
 
 
 def _nested_function(name: str, members: dict[str, Any]) -> Tool:
-    """A function in a member of its own, as in chat."""
     _check_type(name, members, "function")
     if not isinstance(members.get("function"), dict):
         raise refuse(name, members, _WANTED)
@@ -258,7 +261,7 @@ def _nested_function(name: str, members: dict[str, Any]) -> Tool:
     if function.get("name") is None and members.get("name") is not None:
         function = {**function, "name": members["name"]}
     _check_members(name, function, *_MEMBERS)
-    return _make_tool(name, function, _parameters_of(name, function))
+    return Tool(**_facts(name, function, _parameters_of(name, function)))
 
 
 def _parameters_of(name: str, function: Mapping[str, Any]) -> object:
@@ -283,15 +286,10 @@ def _flat_tool(name: str, members: dict[str, Any]) -> ResponseTool:
     if own.get("type") != "function":
         raise refuse(name, own, 'tools such as {"type": "function", "name": …}')
     _check_members(name, own, "type", *_MEMBERS)
-    tool = _make_tool(name, own, _parameters_of(name, own))
+    facts = _facts(name, own, _parameters_of(name, own))
     namespace = None if space is None else cast(str, space["name"])
-    flat = {**own, "name": flat_name(namespace, tool.name)}
-    return _as_response_tool(
-        _make_tool(name, flat, tool.parameters),
-        own_name=tool.name,
-        namespace=namespace,
-        given=space,
-    )
+    flat = _facts(name, {**own, "name": flat_name(namespace, facts["name"])}, facts["parameters"])
+    return ResponseTool(**flat, own_name=facts["name"], namespace=namespace, given=space)
 
 
 def _message_tool(name: str, members: dict[str, Any]) -> Tool:
@@ -300,7 +298,7 @@ def _message_tool(name: str, members: dict[str, Any]) -> Tool:
     if not isinstance(members.get("input_schema"), dict):
         raise invalid_value(f"{name} has a tool without input_schema; give a JSON Schema", name)
     examples = _examples(name, members.get("input_examples"))
-    return _make_tool(name, members, {**members["input_schema"], **examples})
+    return Tool(**_facts(name, members, {**members["input_schema"], **examples}))
 
 
 def _examples(name: str, value: object) -> dict[str, Any]:
@@ -322,8 +320,10 @@ def _custom(name: str, members: dict[str, Any]) -> ResponseTool:
         raise invalid_value(f"{name} has a custom tool with the format {show(form)}", name)
     grammar = None if kind == "text" else _grammar(name, members_of(form))
     parameters = _TEXT_INPUT if grammar is None else _described(grammar)
-    tool = _make_tool(name, {**members, "strict": None}, parameters)
-    return _as_response_tool(tool, own_name=tool.name, kind="custom", input=grammar, given=members)
+    facts = _facts(name, {**members, "strict": None}, parameters)
+    return ResponseTool(
+        **facts, own_name=facts["name"], kind="custom", input=grammar, given=members
+    )
 
 
 def _grammar(name: str, form: dict[str, Any]) -> InputGrammar:
@@ -353,18 +353,7 @@ def _described(grammar: InputGrammar) -> Mapping[str, Any]:
     return {**_TEXT_INPUT, "properties": {_INPUT: {"type": "string", "description": told}}}
 
 
-def _as_response_tool(tool: Tool, **facts: Any) -> ResponseTool:
-    return ResponseTool(
-        name=tool.name,
-        description=tool.description,
-        parameters=tool.parameters,
-        is_strict=tool.is_strict,
-        **facts,
-    )
-
-
-def _make_tool(field: str, members: Mapping[str, Any], parameters: object) -> Tool:
-    """Of the given name, description and strictness. Raises ApiError (400) naming the field."""
+def _facts(field: str, members: Mapping[str, Any], parameters: object) -> dict[str, Any]:
     name, description, strict = (members.get(key) for key in ("name", "description", "strict"))
     if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARS or set(name) - _NAME_CHARS:
         raise invalid_value(
@@ -389,11 +378,15 @@ def _make_tool(field: str, members: Mapping[str, Any], parameters: object) -> To
         raise invalid_value(
             f"{field}: the parameters of {name} have over {MAX_STRUCTURED_BYTES} bytes", field
         )
-    return Tool(name=name, description=description, parameters=schema, is_strict=bool(strict))
+    return {
+        "name": name,
+        "description": description,
+        "parameters": schema,
+        "is_strict": bool(strict),
+    }
 
 
 def _check_type(name: str, members: Mapping[str, Any], known: str) -> None:
-    """Raises ApiError (400) naming a type of tool that is not known."""
     kind = members.get("type")
     if isinstance(kind, str) and kind != known:
         advice = f"leave this tool out; those of the type {known} are served"

@@ -2,8 +2,8 @@
 
 Modules:
 
-- `exchange`: one HTTP request and its response
+- `exchange`: one HTTP request and its response, in the dialect of its API
 - `protocol`: connections and their bounds
-- `listening`: addresses, and listening sockets
-- `connections`: accepting connections, within the limit of open files
+- `listening`: addresses, listening sockets, and accepting connections within the limit of open
+  files
 """

@@ -1,6 +1,6 @@
-"""`Exchange`: one HTTP request over ASGI: a bounded body, one answer or a stream, and disconnects.
-Invariant: a body never exceeds its bound and the budget of all bodies; work for a client that
-disconnected is cancelled."""
+"""`Exchange`: one HTTP request over ASGI: a bounded body, one answer or a stream, and disconnects,
+in the `Dialect` of its API. Invariant: a body never exceeds its bound and the budget of all bodies;
+work for a client that disconnected is cancelled."""
 
 import asyncio
 import re
@@ -15,7 +15,6 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from cadenza.errors import show_size
-from cadenza.server.dialect import OPENAI, Dialect
 from cadenza.server.errors import (
     CLOSING,
     ApiError,
@@ -44,6 +43,26 @@ STREAM_HEADERS: Headers = (("cache-control", "no-cache"), ("x-accel-buffering", 
 
 SLICE_BYTES = 64 << 10
 """Of answers: a client is dropped only if it reads less than one within `write_stall_s`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dialect:
+    """How one API shapes errors and heads; an error means the same in each, but for 503, which is
+    529 in Anthropic's."""
+
+    error_body: Callable[[ApiError, str], bytes]  # of the request with an id
+    status_of: Callable[[ApiError], int] = lambda error: error.status
+    id_headers: tuple[str, ...] = ("x-request-id",)
+    version_header: bytes | None = None
+    check_version: Callable[[bytes], None] = lambda _: None  # takes a header's value
+    error_schema: str = "Error"  # its name in the API's description
+    stream_type: str = "text/event-stream"
+    # A body that is labelled as nothing, as text or as a form's is JSON, unless a page sent it:
+    # clients of the API set no type.
+    takes_unlabelled: bool = False
+
+
+OPENAI = Dialect(error_body=lambda error, _: error.body())
 
 
 class ClientDisconnected(Exception):
@@ -141,7 +160,6 @@ class Exchange:
         return kind == JSON_TYPE
 
     def _check_codings(self) -> None:
-        """Raises ApiError (415) for a compressed body."""
         for name, plain in (("content-encoding", "identity"), ("transfer-encoding", "chunked")):
             found = [value for key, value in self.scope["headers"] if key == name.encode()]
             coding = b", ".join(found).decode("latin-1").strip().lower()

@@ -20,8 +20,8 @@ from uvicorn._types import (
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from cadenza.server.errors import ApiError, bounds_exceeded, invalid_http, method_not_allowed
-from cadenza.server.http.connections import Connections
 from cadenza.server.http.exchange import JSON_TYPE, new_request_id
+from cadenza.server.http.listening import Connections
 from cadenza.server.limits import ServerLimits
 
 logger = logging.getLogger(__name__)
@@ -212,7 +212,6 @@ class BoundedProtocol(HttpToolsProtocol):
         return b"\r\n".join([*lines, b"", b""])
 
     def _check_head(self) -> None:
-        """Raises ApiError where there is no such request in HTTP/1.1, or it asks for a tunnel."""
         version = self.parser.get_http_version()
         if version not in HTTP_VERSIONS:
             raise invalid_http(message=f"the request is HTTP/{version}; send HTTP/1.1")
@@ -236,7 +235,6 @@ class BoundedProtocol(HttpToolsProtocol):
         return self.bounds.max_url_bytes + self.bounds.max_head_bytes + SLACK_BYTES
 
     def _refuse(self, error: ApiError) -> None:
-        """Answers bytes that are no request, and closes the connection."""
         if self.transport.is_closing():
             return
         body = error.body()
@@ -265,7 +263,6 @@ class BoundedProtocol(HttpToolsProtocol):
             self.transport.write_eof()
 
     def _mark_idle(self) -> None:
-        """Marks the connection as idle, unless a request is in progress or an answer is unread."""
         is_answered = self.is_lingering or not self._unanswered()
         is_read = not cast(asyncio.WriteTransport, self.transport).get_write_buffer_size()
         if is_answered and is_read and not self.transport.is_closing():

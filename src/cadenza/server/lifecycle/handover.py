@@ -54,13 +54,12 @@ class ServerSockets:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangeOptions:
-    """One side of the exchange. `user_id`: the user that the other side must be, too. `exchange_s`:
-    the longest time for which a predecessor serves one successor. `answer_s`: the longest wait of a
-    successor for an answer; others may be served before it."""
+    """One side of the exchange."""
 
-    user_id: int = field(default_factory=os.geteuid)
+    user_id: int = field(default_factory=os.geteuid)  # that the other side must be, too
     protocol: int = PROTOCOL
-    exchange_s: float = EXCHANGE_S
+    exchange_s: float = EXCHANGE_S  # the longest time for which a predecessor serves one successor
+    # a successor's longest wait for an answer; others may be served before it
     answer_s: float = ANSWER_S
 
 
@@ -373,7 +372,6 @@ def _ask(address: Address, exchange: ExchangeOptions) -> tuple[socket.socket, Of
 
 
 def _receive_sockets(connection: socket.socket) -> ServerSockets:
-    """Raises GoneError, OSError, msgspec.MsgspecError."""
     send(connection, Take())
     message, descriptors, _, _ = socket.recv_fds(
         connection, MAX_MESSAGE_BYTES, 2, socket.MSG_CMSG_CLOEXEC

@@ -15,8 +15,7 @@ from typing import cast
 import uvicorn
 
 from cadenza.server.app import App
-from cadenza.server.http.connections import Acceptor, Connections
-from cadenza.server.http.listening import BACKLOG, Address, abandon
+from cadenza.server.http.listening import BACKLOG, Acceptor, Address, Connections, abandon
 from cadenza.server.http.protocol import BoundedProtocol, bounded_protocol
 from cadenza.server.lifecycle.handover import ServerSockets, hand_over
 from cadenza.server.service import Service

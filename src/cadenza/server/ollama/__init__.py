@@ -2,8 +2,7 @@
 
 Modules:
 
-- `generate`: /api/chat and /api/generate: bodies, and answers in lines
-- `embed`: /api/embed and /api/embeddings
+- `generate`: /api/chat, /api/generate and /api/embed: bodies, and answers in lines
 - `fields`: their fields
 - `models`: the models as Ollama lists them, what would change them, and llama.cpp's /props
 """

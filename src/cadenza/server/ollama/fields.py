@@ -6,14 +6,7 @@ from typing import Any, ClassVar, cast
 
 from cadenza.media.image_input import ImageInput
 from cadenza.server.errors import not_built
-from cadenza.server.fields.body import (
-    DeclaredObject,
-    Effect,
-    Field,
-    ObjectOf,
-    label,
-    labels,
-)
+from cadenza.server.fields.body import DeclaredObject, Effect, Field, ObjectOf, label, labels
 from cadenza.server.fields.images import OLLAMA_IMAGES, ollama_images, seen_content
 from cadenza.server.fields.messages import ChatMessage, chat_messages
 from cadenza.server.fields.other_engines import PENALTIES
@@ -44,7 +37,6 @@ def _option(type: FieldType[Any]) -> Field[Any]:
 
 
 def _own(names: str) -> dict[str, Field[Any]]:
-    """Options that have the names of `SamplingParams`."""
     return {name: _option(sampling_type(name)) for name in names.split()}
 
 
@@ -133,7 +125,7 @@ def ollama_messages(name: str, value: object) -> tuple[dict[str, Any], ...]:
     if not isinstance(value, list):
         raise refuse(name, value, "a list of messages")
     items, numbers = cast(list[object], value), _CallNumbers()
-    converted = [_converted(f"{name}[{place}]", item, numbers) for place, item in enumerate(items)]
+    converted = [_converted(f"{name}[{index}]", item, numbers) for index, item in enumerate(items)]
     return chat_messages.check(name, converted) if converted else ()
 
 

@@ -1,49 +1,62 @@
-"""/api/chat and /api/generate, as in Ollama's API. Invariant: a conversation has the same tokens as
-by any other API, without Ollama's sampling defaults; a stream's lines, joined, are the whole
-answer."""
+"""/api/chat, /api/generate and /api/embed, as in Ollama's API. Invariants: a conversation has the
+same tokens as by any other API, without Ollama's sampling defaults; a stream's lines, joined, are
+the whole answer; an embedding has the bits that it has by /v1/embeddings."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import msgspec
 
 from cadenza.frontend.prepared_request import AnyPrompt, ChatPrompt, RequestOptions
 from cadenza.frontend.text_frontend import TextFrontend
-from cadenza.outputs import CompletionOutput, Logprob, RequestOutput
-from cadenza.request import SamplingParams
-from cadenza.server.calls.blocks import Block, BlockEncoder, BlockEvent
+from cadenza.outputs import CompletionOutput, Logprob, RequestOutput, values_of
+from cadenza.request import DIMENSIONS, SamplingParams
 from cadenza.server.calls.conversation import AskedConversation, continuing
-from cadenza.server.calls.encoder import AnswerHead, StreamEncoder
-from cadenza.server.calls.request import (
-    GeneratingEndpoint,
-    GenerationRequest,
+from cadenza.server.calls.encoder import (
+    AnswerHead,
+    Block,
+    BlockEncoder,
+    BlockEvent,
     LogprobEntry,
-    check_num_logprobs,
+    StreamEncoder,
     finite,
     ranked,
     shown_token,
 )
-from cadenza.server.dialect import ollama_error
+from cadenza.server.calls.request import GeneratingEndpoint, GenerationRequest, check_num_logprobs
 from cadenza.server.errors import ApiError, invalid_value
 from cadenza.server.fields.body import label, optional, unsupported
 from cadenza.server.fields.images import seen_content
-from cadenza.server.fields.sampling import MAX_PROMPT_CHARS, TopLogprobsBody
+from cadenza.server.fields.sampling import MAX_CHOICES, MAX_PROMPT_CHARS, TopLogprobsBody
 from cadenza.server.fields.structured import ollama_format
 from cadenza.server.fields.thinking import AskedThinking
 from cadenza.server.fields.tools import function_tools
-from cadenza.server.fields.types import AnyJson, Boolean, Schema, String
-from cadenza.server.limits import ServerLimits
-from cadenza.server.ollama.fields import (
-    ollama_messages,
-    ollama_options,
-    prompt_images,
-    think_type,
+from cadenza.server.fields.types import (
+    AnyJson,
+    Boolean,
+    Integer,
+    Schema,
+    String,
+    array_schema,
+    field_type,
+    refuse,
 )
-from cadenza.server.openapi import TEXT, AnswerSchema, object_of
+from cadenza.server.http.exchange import Dialect
+from cadenza.server.limits import ServerLimits
+from cadenza.server.ollama.fields import ollama_messages, ollama_options, prompt_images, think_type
+from cadenza.server.openapi import TEXT, AnswerSchema, list_of, object_of
+from cadenza.server.pooling.embeddings import PooledRequest, embedding_bytes
 from cadenza.structured import StructuredOutput
 
 _encode = msgspec.json.encode
+
+OLLAMA = Dialect(
+    error_body=lambda error, _: _encode({"error": error.with_field}),
+    error_schema="TextError",
+    stream_type="application/x-ndjson",
+    takes_unlabelled=True,
+)
 
 KEEP_ALIVE = AnyJson(max_chars=64)
 KEEP_ALIVE_HELP = "A hint; the model stays loaded."
@@ -51,6 +64,8 @@ KEEP_ALIVE_HELP = "A hint; the model stays loaded."
 _TEXT = String(max_chars=MAX_PROMPT_CHARS)
 
 
+_NUMBERS = list_of({"type": "number"})
+_ONE_TEXT = {**_TEXT.schema(), "minLength": 1}
 Members = dict[str, Any]
 AnswerShape = Callable[[str, str, Sequence[Members]], Members]
 """Makes the object that holds an answer's content, thinking and calls."""
@@ -106,12 +121,12 @@ class OllamaRequest(TopLogprobsBody, GenerationRequest):
         self.check_logprobs()
         check_num_logprobs("top_logprobs", self.top_logprobs or 0, limits)
 
-    def sampling_values(self) -> dict[str, Any]:
-        asked = {k: v for k, v in (self.options or {}).items() if k != "num_ctx"}
-        return {**super().sampling_values(), **asked}
-
     @property
-    def request_options(self) -> RequestOptions:
+    def own_sampling(self) -> Mapping[str, Any]:
+        return {k: v for k, v in (self.options or {}).items() if k != "num_ctx"}
+
+    def request_options(self, text: TextFrontend) -> RequestOptions:
+        del text
         num_ctx = (self.options or {}).get("num_ctx", 0)
         return RequestOptions(most_in_all=num_ctx if num_ctx > 0 else None)
 
@@ -225,7 +240,7 @@ class LineEncoder(BlockEncoder):
         return self._line({**self._shape("", "", ()), **self._end()})
 
     def failure(self, error: ApiError) -> bytes:
-        return _encode(ollama_error(error)) + b"\n"
+        return OLLAMA.error_body(error, self.head.request_id) + b"\n"
 
     def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
         every = [output for request in outputs for output in request.outputs]
@@ -327,6 +342,73 @@ def _token(token_id: int, found: Logprob) -> Members:
     return {"token": text, "logprob": finite(found), "bytes": raw}
 
 
+@field_type({"anyOf": [_TEXT.schema(), array_schema(_ONE_TEXT, high=MAX_CHOICES)]})
+def input_texts(name: str, value: object) -> tuple[str, ...]:
+    """A text, or a list of texts; with neither, Ollama's clients load a model."""
+    items = cast(list[object], value) if isinstance(value, list) else [value]
+    if len(items) > MAX_CHOICES:
+        raise invalid_value(
+            f"{name} has {len(items)} texts; at most {MAX_CHOICES} are allowed", name
+        )
+    if not all(isinstance(item, str) for item in items):
+        raise refuse(name, cast(object, value), "a text, or a list of texts")
+    texts = tuple([_TEXT.check(name, item) for item in items])
+    if len(texts) > 1 and "" in texts:
+        raise invalid_value(f"{name} has an empty text; leave it out", name)
+    return () if texts == ("",) else texts
+
+
+class EmbeddingBase(PooledRequest):
+    """What both bodies have in common."""
+
+    options = label(ollama_options, "Options of sampling change nothing here.")
+    keep_alive = label(KEEP_ALIVE, KEEP_ALIVE_HELP)
+
+
+class OllamaEmbedRequest(EmbeddingBase):
+    """A body of /api/embed."""
+
+    prompt_field = "input"
+
+    input = optional(input_texts, "A text, or a list of texts.", default=())
+    dimensions = optional(
+        Integer(int(DIMENSIONS.low), int(DIMENSIONS.high)),
+        "Keep only so many of the first values, at unit length.",
+    )
+    truncate = label(Boolean(), "A text beyond the context is always refused.")
+
+    def immediate(self, head: AnswerHead) -> bytes | None:
+        return None if self.texts else _encode({"model": head.model, "embeddings": []})
+
+    def whole_answer(self, head: AnswerHead, outputs: Sequence[RequestOutput]) -> bytes:
+        # One after the other, so that other threads can run between them.
+        vectors = b",".join(_encode(values_of(embedding_bytes(each))) for each in outputs)
+        fields: dict[str, Any] = {"model": head.model, **metrics(head)}
+        del fields["eval_count"], fields["eval_duration"]
+        return _encode(fields)[:-1] + b',"embeddings":[' + vectors + b"]}"
+
+
+class OllamaEmbeddingRequest(EmbeddingBase):
+    """A body of /api/embeddings."""
+
+    prompt_field = "prompt"
+
+    prompt = optional(_TEXT, "A text.", default="")
+
+    @property
+    def texts(self) -> Sequence[str]:
+        return [self.prompt] if self.prompt else []
+
+    def immediate(self, head: AnswerHead) -> bytes | None:
+        del head
+        return None if self.prompt else _encode({"embedding": []})
+
+    def whole_answer(self, head: AnswerHead, outputs: Sequence[RequestOutput]) -> bytes:
+        del head  # an embedding is all of the answer
+        (output,) = outputs
+        return _encode({"embedding": values_of(embedding_bytes(output))})
+
+
 def _answers(name: str, held: dict[str, Schema]) -> AnswerSchema:
     begins = {"model": TEXT, "created_at": TEXT, "done": {"type": "boolean"}, "done_reason": TEXT}
     return AnswerSchema(name=name, schema=object_of({**begins, **held}))
@@ -339,10 +421,31 @@ OLLAMA_CHAT = GeneratingEndpoint(
     OllamaChatRequest,
     _answers("OllamaChat", {"message": object_of({"role": TEXT, "content": TEXT})}),
 )
+
 OLLAMA_GENERATE = GeneratingEndpoint(
     "ollama_generate",
     "/api/generate",
     "Answer a prompt, as Ollama does.",
     OllamaPromptRequest,
     _answers("OllamaGenerate", {"response": TEXT}),
+)
+
+
+OLLAMA_EMBED = GeneratingEndpoint(
+    "ollama_embed",
+    "/api/embed",
+    "Turn texts into vectors, as Ollama does.",
+    OllamaEmbedRequest,
+    AnswerSchema(
+        name="OllamaEmbed", schema=object_of({"model": TEXT, "embeddings": list_of(_NUMBERS)})
+    ),
+    can_stream=False,
+)
+OLLAMA_EMBEDDINGS = GeneratingEndpoint(
+    "ollama_embeddings",
+    "/api/embeddings",
+    "Turn a text into a vector: the older form.",
+    OllamaEmbeddingRequest,
+    AnswerSchema(name="OllamaEmbeddings", schema=object_of({"embedding": _NUMBERS})),
+    can_stream=False,
 )

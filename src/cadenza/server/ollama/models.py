@@ -203,7 +203,6 @@ def _capabilities(model: ServedModel) -> list[str]:
 
 
 def _parameters(model: ServedModel) -> dict[str, Any]:
-    """The recommended sampling, where it is not neutral."""
     params = model.text.defaults.complete({"max_tokens": None})
     found = {
         name: (getattr(params, field), neutral)
@@ -233,10 +232,7 @@ _REFUSED: Mapping[str, tuple[str, str]] = {
     "push": ("publishing a model", "leave it out"),
     "create": ("making a model of another", _INSTEAD),
     "blobs": ("taking a model's file", _INSTEAD),
-    "copy": (
-        "a copy under another name",
-        "start the server with one more --served-model-name",
-    ),
+    "copy": ("a copy under another name", "start the server with one more --served-model-name"),
     "delete": ("deleting a model", "end the server, and remove the model's files yourself"),
 }
 """What each would do, and what to do instead."""

@@ -3,8 +3,8 @@
 Modules:
 
 - `chat`, `completions`: body, prompts, choices and route of each
+- `choices`: what both share
 - `responses`: the body of /v1/responses
 - `response_items`: its input items, and its members that are objects
-- `response_answer`: its answer and events
-- `stored_responses`: the routes of stored ones
+- `response_answer`: its answer and events, and the routes of stored ones
 """

@@ -2,33 +2,24 @@
 next to the choices."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from cadenza.frontend.prepared_request import ChatPrompt, RequestOptions
+from cadenza.frontend.prepared_request import ChatPrompt
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.outputs import CompletionOutput, Logprob, OutputPart, PartKind, RequestOutput
 from cadenza.server.calls.conversation import AskedConversation, new_call_id
 from cadenza.server.calls.encoder import (
     AnswerHead,
-    ChoiceObject,
-    ChunkEncoder,
+    LogprobEntry,
     PromptInfo,
     StreamEncoder,
-)
-from cadenza.server.calls.request import (
-    PROMPT_SCHEMA,
-    ChoicesRequest,
-    GeneratingEndpoint,
-    LogprobEntry,
-    choices_answer,
     finite,
     ranked,
-    shown_prompt,
     shown_token,
     token_name,
 )
+from cadenza.server.calls.request import GeneratingEndpoint
 from cadenza.server.fields.body import optional, required, unsupported
 from cadenza.server.fields.messages import ConversationBody, chat_messages, predicted_content
 from cadenza.server.fields.sampling import TopLogprobsBody
@@ -40,13 +31,16 @@ from cadenza.server.fields.thinking import (
     AskedThinking,
     ThinkingSwitches,
 )
-from cadenza.server.fields.tools import (
-    chat_tool_choice,
-    chat_tools,
-    is_custom,
-    text_of_input,
-)
+from cadenza.server.fields.tools import chat_tool_choice, chat_tools, is_custom, text_of_input
 from cadenza.server.fields.types import Boolean, or_null
+from cadenza.server.openai.choices import (
+    PROMPT_SCHEMA,
+    ChoiceObject,
+    ChoicesRequest,
+    ChunkEncoder,
+    choices_answer,
+    shown_prompt,
+)
 from cadenza.server.openapi import TEXT, object_of, one_of
 
 
@@ -91,10 +85,6 @@ class ChatRequest(ConversationBody, ThinkingSwitches, TopLogprobsBody, ChoicesRe
     def check_fields(self) -> None:
         self.check_logprobs()
         _ = self.template_kwargs(), self.asked, self.use
-
-    @property
-    def request_options(self) -> RequestOptions:
-        return replace(super().request_options, prediction=self.prediction or "")
 
     def prompts(self, text: TextFrontend) -> list[ChatPrompt]:
         asked = AskedConversation(

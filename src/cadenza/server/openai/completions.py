@@ -1,35 +1,34 @@
 """/v1/completions: continues prompts. Invariant: each prompt has its own choices, and its fields
 are in the first part of each."""
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cadenza.frontend.prepared_request import AnyPrompt, RequestOptions
+from cadenza.frontend.prepared_request import AnyPrompt
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.outputs import CompletionOutput, RequestOutput
 from cadenza.server.calls.encoder import (
     AnswerHead,
-    ChoiceObject,
-    ChunkEncoder,
+    LogprobEntry,
     PromptInfo,
     StreamEncoder,
-)
-from cadenza.server.calls.request import (
-    PROMPT_SCHEMA,
-    ChoicesRequest,
-    GeneratingEndpoint,
-    LogprobEntry,
-    choices_answer,
     finite,
-    prompt_entries,
-    shown_prompt,
     shown_token,
     token_name,
 )
+from cadenza.server.calls.request import GeneratingEndpoint
 from cadenza.server.fields.body import optional, required, unsupported
 from cadenza.server.fields.sampling import LOGPROBS, plain_prompts
 from cadenza.server.fields.types import Boolean
+from cadenza.server.openai.choices import (
+    PROMPT_SCHEMA,
+    ChoiceObject,
+    ChoicesRequest,
+    ChunkEncoder,
+    choices_answer,
+    prompt_entries,
+    shown_prompt,
+)
 from cadenza.server.openapi import TEXT
 
 
@@ -58,15 +57,11 @@ class CompletionRequest(ChoicesRequest):
     def num_top_logprobs(self) -> int | None:
         return self.logprobs
 
-    def sampling_values(self) -> dict[str, Any]:
-        found = super().sampling_values()
-        if self.echo and self.logprobs is not None:
-            found["prompt_logprobs"] = max(self.logprobs, self.prompt_logprobs or 0)
-        return found
-
     @property
-    def request_options(self) -> RequestOptions:
-        return replace(super().request_options, add_special_tokens=self.add_special_tokens)
+    def own_sampling(self) -> Mapping[str, Any]:
+        if not self.echo or self.logprobs is None:
+            return {}
+        return {"prompt_logprobs": max(self.logprobs, self.prompt_logprobs or 0)}
 
     def prompts(self, text: TextFrontend) -> Sequence[AnyPrompt]:
         del text  # they are as they are
@@ -84,7 +79,7 @@ class CompletionEncoder(ChunkEncoder):
     chunk_name = "text_completion"
 
     def __init__(self, head: AnswerHead, request: CompletionRequest) -> None:
-        super().__init__(head, request, request.num_prompts)
+        super().__init__(head, request)
         self._request = request
         # Copies of what is read for every token.
         self._num_top_logprobs = request.num_top_logprobs

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from cadenza.media.image_input import ImageInput
 from cadenza.request import show
-from cadenza.server.calls.turns import (
+from cadenza.server.calls.conversation import (
     PART_TEXT,
     ConversationBuilder,
     Message,
@@ -24,15 +24,10 @@ from cadenza.server.fields.body import (
     labels,
     optional,
     required,
+    unknown_members,
     unsupported,
 )
-from cadenza.server.fields.images import (
-    IMAGE_PARTS,
-    Content,
-    InputImage,
-    content_of,
-    image_of_part,
-)
+from cadenza.server.fields.images import IMAGE_PARTS, Content, InputImage, content_of, image_of_part
 from cadenza.server.fields.messages import MAX_MESSAGES
 from cadenza.server.fields.structured import schema_format, structured_of
 from cadenza.server.fields.thinking import BUDGET, EFFORT, EFFORT_HELP, VERBOSITY, VERBOSITY_HELP
@@ -50,7 +45,6 @@ from cadenza.server.fields.types import (
     object_schema,
     refuse,
 )
-from cadenza.server.fields.unknown_members import unknown_members
 from cadenza.structured import StructuredOutput
 
 REFERENCE = "item_reference"
@@ -185,8 +179,8 @@ def input_items(name: str, value: object) -> tuple[dict[str, Any], ...]:
         )
     return tuple(
         [
-            _item(f"{name}[{place}]", item)
-            for place, item in enumerate(items)
+            _item(f"{name}[{index}]", item)
+            for index, item in enumerate(items)
             if not _is_left_out(name, item)
         ]
     )
@@ -260,8 +254,8 @@ def messages_of(items: Sequence[Mapping[str, Any]], num_stored: int = 0) -> list
     """Chat messages of items: reasoning, text and calls of one turn are one assistant's message.
     `num_stored`: of the items, which are in no field of the body."""
     conversation = ConversationBuilder()
-    for place, item in enumerate(items):
-        where = f"input[{place - num_stored}]" if place >= num_stored else "previous_response_id"
+    for index, item in enumerate(items):
+        where = f"input[{index - num_stored}]" if index >= num_stored else "previous_response_id"
         match item["type"]:
             case "function_call" | "custom_tool_call":
                 name = flat_name(item.get("namespace"), item["name"])
@@ -292,10 +286,10 @@ def _content_of(given: str | Sequence[Mapping[str, Any]], where: str) -> Content
     if isinstance(given, str):
         return given
     parts: list[str | ImageInput] = [
-        image_of_part("input", f"{where}[{place}]", part)
+        image_of_part("input", f"{where}[{index}]", part)
         if part["type"] in IMAGE_PARTS
         else part["text"]
-        for place, part in enumerate(given)
+        for index, part in enumerate(given)
     ]
     return content_of(parts)
 

@@ -10,7 +10,7 @@ import msgspec
 from cadenza.frontend.prepared_request import ChatPrompt
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.request import SamplingParams, show
-from cadenza.server.calls.conversation import AskedConversation
+from cadenza.server.calls.conversation import AskedConversation, with_system
 from cadenza.server.calls.encoder import AnswerHead, StreamEncoder
 from cadenza.server.calls.request import (
     CallContext,
@@ -18,30 +18,28 @@ from cadenza.server.calls.request import (
     GenerationRequest,
     check_stream_options,
 )
-from cadenza.server.calls.turns import with_system
 from cadenza.server.errors import invalid_value, response_not_found
 from cadenza.server.fields.body import ObjectOf, label, optional, required, unsupported
 from cadenza.server.fields.messages import chat_messages, template_variables
 from cadenza.server.fields.sampling import LabelledBody, SamplingField
 from cadenza.server.fields.thinking import BUDGET, BUDGET_HELP, AskedThinking, ThinkingSwitches
-from cadenza.server.fields.tools import (
-    ResponseTool,
-    response_tool_choice,
-    response_tools,
-)
+from cadenza.server.fields.tools import ResponseTool, response_tool_choice, response_tools
 from cadenza.server.fields.types import (
     MAX_TOKEN_ID,
     AnyJson,
     Boolean,
     Integer,
     OneOf,
-    Schema,
     String,
     StringMap,
-    or_null,
 )
 from cadenza.server.limits import ServerLimits
-from cadenza.server.openai.response_answer import ResponseEncoder, ResponseFrame
+from cadenza.server.openai.response_answer import (
+    RESPONSE_ANSWER,
+    RESPONSE_PREFIX,
+    ResponseEncoder,
+    ResponseFrame,
+)
 from cadenza.server.openai.response_items import (
     REFERENCE,
     TEXT_FORM,
@@ -53,11 +51,8 @@ from cadenza.server.openai.response_items import (
     input_items,
     messages_of,
 )
-from cadenza.server.openapi import TEXT, AnswerSchema, list_of, object_of, one_of
 from cadenza.server.response_store import StoredResponse
 from cadenza.structured import StructuredOutput
-
-RESPONSE_PREFIX = "resp_"
 
 
 class ResponseRequest(ThinkingSwitches, LabelledBody, GenerationRequest):
@@ -240,7 +235,6 @@ class ResponseRequest(ThinkingSwitches, LabelledBody, GenerationRequest):
         }
 
     def _shown(self) -> dict[str, Any]:
-        """Those that repeat it as it was given."""
         return {
             "metadata": self.metadata or {},
             "text": {"format": self._text_format.given, **_given(verbosity=self._verbosity)},
@@ -253,7 +247,6 @@ def _given(**members: object) -> dict[str, object]:
 
 
 def _check_unicode(name: str, value: object) -> None:
-    """Raises ApiError (400) for a value with half a surrogate pair, which UTF-8 cannot encode."""
     try:
         msgspec.json.encode(value)
     except UnicodeEncodeError:
@@ -269,8 +262,8 @@ def _response_of(item_id: str) -> str:
 
 def _encode_items(items: Sequence[dict[str, Any]], request_id: str) -> bytes:
     named = [
-        item if "id" in item else {**item, "id": f"item_{request_id}_{place}"}
-        for place, item in enumerate(items)
+        item if "id" in item else {**item, "id": f"item_{request_id}_{index}"}
+        for index, item in enumerate(items)
     ]
     return msgspec.json.encode(named)
 
@@ -284,7 +277,7 @@ def _without_references(
     may refer to a long item many times."""
     num_bytes = 0
     known: dict[str, dict[str, dict[str, Any]]] = {}
-    for place, item in enumerate(items):
+    for index, item in enumerate(items):
         if item["type"] != REFERENCE:
             yield item
             continue
@@ -294,14 +287,14 @@ def _without_references(
         found = None if response is None else known[response.id].get(item["id"])
         if found is None:
             raise invalid_value(
-                f"input[{place}] refers to the item {show(item['id'])}, which is in no stored "
+                f"input[{index}] refers to the item {show(item['id'])}, which is in no stored "
                 f"response that has ended; send the item itself",
                 "input",
             )
         num_bytes += len(msgspec.json.encode(found))
         if num_bytes > max_num_bytes:
             raise invalid_value(
-                f"up to input[{place}] the items that input refers to have over {max_num_bytes} "
+                f"up to input[{index}] the items that input refers to have over {max_num_bytes} "
                 f"bytes, the most that a body may have; refer to fewer items",
                 "input",
             )
@@ -331,26 +324,6 @@ def _shown_tools(tools: Sequence[ResponseTool]) -> list[Mapping[str, Any]]:
             shown.append(tool.given)
     return shown
 
-
-_STATUSES = ("in_progress", "completed", "incomplete", "cancelled", "failed")
-_OBJECT: Schema = {"type": "object"}
-
-RESPONSE_ANSWER = AnswerSchema(
-    name="Response",
-    schema=object_of(
-        {
-            "id": TEXT,
-            "object": one_of("response"),
-            "created_at": {"type": "integer"},
-            "status": one_of(*_STATUSES),
-            "model": TEXT,
-            "output": list_of(_OBJECT),
-            "usage": or_null(_OBJECT),
-            "error": or_null(_OBJECT),
-            "incomplete_details": or_null(_OBJECT),
-        }
-    ),
-)
 
 RESPONSES = GeneratingEndpoint(
     "responses",

@@ -7,9 +7,7 @@ Modules:
   looks
 - `tokens`: /tokenize, /detokenize and the counts of messages
 - `replay`: /v1/receipts/replay: its body and its answer
-- `root`: `/` and `/docs`
-- `page`: the HTML of the page at `/docs`
-- `ui`: the files of the page at `/`
+- `pages`: `/` and `/docs`, and the page's files
 - `tracing`: spans of calls for an OpenTelemetry collector
 - `log_output`: log lines written without blocking
 """

@@ -89,7 +89,6 @@ async def _newest(viewer: Viewer) -> tuple[float, StepSummary]:
 
 @contextmanager
 def _viewing(model: ServedModel) -> Generator[Viewer]:
-    """Raises ApiError (429)."""
     try:
         with model.live.viewing() as viewer:
             yield viewer

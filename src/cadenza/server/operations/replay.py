@@ -13,10 +13,11 @@ import msgspec
 
 from cadenza.engine.batch_engine import ServedEngine
 from cadenza.errors import InvalidRequestError
-from cadenza.fingerprint import RECEIPT_VERSION, Fingerprint, Receipt, sparse_prefill_of
-from cadenza.frontend.prepared_request import AnyPrompt, PreparedRequest, RequestOptions, Terms
+from cadenza.fingerprint import Fingerprint
+from cadenza.frontend.prepared_request import AnyPrompt, PreparedRequest, Terms
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.outputs import RequestOutput
+from cadenza.receipt import RECEIPT_VERSION, Receipt, sparse_prefill_of
 from cadenza.request import Request, SamplingParams
 from cadenza.server.calls.encoder import AnswerHead
 from cadenza.server.calls.request import CallContext, CallRequest, GeneratingEndpoint
@@ -63,10 +64,6 @@ class ReplayRequest(CallRequest):
             )
         return found
 
-    @property
-    def request_options(self) -> RequestOptions:
-        return RequestOptions(has_receipt=True)
-
     def check_together(self, limits: ServerLimits) -> None:
         del limits  # its own are smaller
         num_tokens = len(self.given.token_ids)
@@ -84,7 +81,7 @@ class ReplayRequest(CallRequest):
     @cached_property
     def _own(self) -> Receipt:
         """If it is the caller's and of the running engine. Raises InvalidRequestError."""
-        check_fingerprint(self.given.fingerprint, self._context.fingerprint())
+        check_fingerprint(self.given.fingerprint, self._context.model.fingerprint())
         own = self._context.seal.opened(self.given, self._context.tenant)
         if own is None:
             raise InvalidRequestError(
@@ -110,8 +107,8 @@ class ReplayRequest(CallRequest):
             priority=terms.priority,
             tenant=terms.tenant,
         )
-        prepared = [text.prepare_request(request, self.request_options, terms)]
-        self._num_others = others_of(self._context.engine())
+        prepared = [text.prepare_request(request, self.request_options(text), terms)]
+        self._num_others = others_of(self._context.model.engine)
         return prepared
 
     def prompts(self, text: TextFrontend) -> list[AnyPrompt]:
@@ -168,9 +165,9 @@ def place_of_difference(given: Receipt, again: Receipt) -> int | None:
     """The first index where a token or its log probability's bits differ, or where lengths or
     finish reasons do."""
     theirs, ours = _places(given), _places(again)
-    for place, (old, new) in enumerate(zip(theirs, ours, strict=False)):
+    for index, (old, new) in enumerate(zip(theirs, ours, strict=False)):
         if old != new:
-            return place
+            return index
     lengths = {len(given.token_ids), len(given.logprobs), len(again.token_ids)}
     is_same_end = len(lengths) == 1 and given.finish_reason == again.finish_reason
     return None if is_same_end else min(lengths)

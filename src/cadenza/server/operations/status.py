@@ -123,9 +123,7 @@ _MODEL = object_of(
         "input_modalities": list_of(one_of("text", "image")),
     }
 )
-_MODEL_LIST = object_of(
-    {"object": one_of("list"), "data": {**list_of(_MODEL), "minItems": 1}},
-)
+_MODEL_LIST = object_of({"object": one_of("list"), "data": {**list_of(_MODEL), "minItems": 1}})
 _CANCELLED = object_of({"id": TEXT, "object": one_of("request"), "cancelled": {"type": "boolean"}})
 _TOKENIZER_INFO = object_of(
     {

@@ -69,10 +69,7 @@ class TokenizeBody(ConversationBody):
         if self.messages is not None:
             if text.prompts.takes_images:
                 need_files(self.messages)
-            kwargs = {
-                **text.prompts.known(self.chat_template_kwargs),
-                **self.template_kwargs(),
-            }
+            kwargs = {**text.prompts.known(self.chat_template_kwargs), **self.template_kwargs()}
             conversation = ChatPrompt(messages=self.messages, template_kwargs=kwargs)
             has_special = bool(self.add_special_tokens)
             _, ids = text.render_chat(conversation, add_special_tokens=has_special)

@@ -18,8 +18,8 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from opentelemetry.util.types import AttributeValue
 
 import cadenza
-from cadenza.engine.open_requests import RequestTimes
 from cadenza.engine.request_check import CheckedRequest
+from cadenza.engine.request_stats import RequestTimes
 from cadenza.errors import ConfigError, show
 from cadenza.frontend.prepared_request import PreparedRequest
 from cadenza.request import Request
@@ -242,8 +242,6 @@ def _resource() -> Resource:
 
 
 class _ReportingExporter(SpanExporter):
-    """Logs a line when sending begins to fail, and one when it works again."""
-
     def __init__(self, inner: SpanExporter, url: str) -> None:
         self._inner = inner
         self._url = url

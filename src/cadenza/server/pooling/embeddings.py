@@ -39,25 +39,21 @@ class PooledRequest(CallRequest):
         """The prompts, of which there may be none."""
         return self.values.get(self.prompt_field, ())
 
-    @property
-    def num_prompts(self) -> int:
-        return len(self.texts)
-
     def check_size(self, hidden_size: int | None) -> None:
         num_values = min(self.values.get("dimensions", sys.maxsize), hidden_size or 0)
         is_base64 = self.values.get("encoding_format") == "base64"
         value_bytes = _BASE64_BYTES if is_base64 else _FLOAT_BYTES
-        if self.num_prompts * num_values * value_bytes > MAX_ANSWER_BYTES:
+        if len(self.texts) * num_values * value_bytes > MAX_ANSWER_BYTES:
             has_base64 = "encoding_format" in self.fields and not is_base64
             base64 = "encoding_format base64, " if has_base64 else ""
             raise invalid_value(
-                f"{self.num_prompts} embeddings of {num_values} numbers are an answer of over "
+                f"{len(self.texts)} embeddings of {num_values} numbers are an answer of over "
                 f"{MAX_ANSWER_BYTES >> 20} MiB; use {base64}dimensions or fewer inputs",
                 "input",
             )
 
-    @property
-    def request_options(self) -> RequestOptions:
+    def request_options(self, text: TextFrontend) -> RequestOptions:
+        del text
         get = self.values.get
         return RequestOptions(
             pooling=PoolingParams(pooling=get("pooling"), dimensions=get("dimensions")),

@@ -8,13 +8,7 @@ from typing import Any
 
 import msgspec
 
-from cadenza.frontend.prepared_request import (
-    AnyPrompt,
-    PreparedRequest,
-    RequestOptions,
-    ScoredPair,
-    Terms,
-)
+from cadenza.frontend.prepared_request import AnyPrompt, RequestOptions, ScoredPair
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.outputs import RequestOutput, values_of
 from cadenza.request import PoolingParams
@@ -22,12 +16,7 @@ from cadenza.server.calls.encoder import AnswerHead
 from cadenza.server.calls.request import GeneratingEndpoint
 from cadenza.server.errors import invalid_value
 from cadenza.server.fields.body import optional, required, unsupported
-from cadenza.server.fields.sampling import (
-    LABEL,
-    MAX_CHOICES,
-    MAX_PROMPT_CHARS,
-    SamplingField,
-)
+from cadenza.server.fields.sampling import LABEL, MAX_CHOICES, MAX_PROMPT_CHARS, SamplingField
 from cadenza.server.fields.types import (
     Boolean,
     Integer,
@@ -84,8 +73,7 @@ class RerankRequest(PooledRequest):
     top_n = optional(Integer(0, 1 << 31), "Only so many of the best; 0: all.")
     return_documents = optional(Boolean(), "The texts beside their scores.", default=True)
     pooling = optional(
-        POOLING,
-        "Of the embeddings that are compared; otherwise as the model asks for.",
+        POOLING, "Of the embeddings that are compared; otherwise as the model asks for."
     )
     truncate_prompt_tokens = SamplingField("Keep this many tokens of each text's end.")
     user = optional(LABEL, "Who asks; it goes into the log's line.")
@@ -103,17 +91,14 @@ class RerankRequest(PooledRequest):
                 "documents",
             )
 
-    def prepare(self, text: TextFrontend, terms: Terms) -> list[PreparedRequest]:
-        options = self.request_options
-        if text.score_head is not None:
-            if self.pooling is not None:
-                raise invalid_value(
-                    "this model scores by its own head, which takes no pooling; leave it out",
-                    "pooling",
-                )
-            options = RequestOptions(pooling=PoolingParams(pooling="last", normalize=False))
-        params = self.sampling(text)
-        return [text.prepare(each, params, options, terms) for each in self.prompts(text)]
+    def request_options(self, text: TextFrontend) -> RequestOptions:
+        if text.score_head is None:
+            return super().request_options(text)
+        if self.pooling is not None:
+            raise invalid_value(
+                "this model scores by its own head, which takes no pooling; leave it out", "pooling"
+            )
+        return RequestOptions(pooling=PoolingParams(pooling="last", normalize=False))
 
     def prompts(self, text: TextFrontend) -> list[AnyPrompt]:
         if text.score_head is None:

@@ -2,15 +2,14 @@
 
 Modules:
 
-- `output_parser`: the protocol of parsers that split a sample's text into parts
+- `tool_format`: what a notation of calls is: where they stand, what reads them, their grammar
+- `json_calls`, `element_calls`, `listed_calls`: the notations of calls
+- `tool_calls`: them all by their names
+- `call_forms`: where calls stand in an answer
+- `argument_schema`: what an argument may be; JSON as models write it
 - `part_parser`, `harmony`: parsers of answers with marks, and of gpt-oss's messages in channels
-- `harmony_grammar`, `answer_grammar`, `answer_frames`: grammars of whole answers
+- `answer_grammar`: grammars of whole answers
 - `content_stops`: stop strings in the content of an answer that has parts
-- `tool_calls`, `call_forms`, `call_readers`: notations of calls; where they stand; what is in them
-- `argument_schema`: what an argument may be, for notations that write texts as they are
-- `call_grammar`, `listed_calls`: grammars of calls in each notation
-- `called_tools`: what they are made of
 - `generic_tools`: tools as messages, for templates that have no place for them
-- `grammar_parts`: grammars of several parts
 - `input_grammar`, `escaped_regex`: a custom tool's grammar, for its text as written within JSON
 """

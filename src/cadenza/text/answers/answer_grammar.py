@@ -1,63 +1,36 @@
-"""Grammars of whole answers: tool calls in a family's notation, and what follows reasoning.
-
-Invariant: an answer of a grammar made here is read by the parser of the same format.
-"""
+"""Grammars of whole answers: tool calls in JSON, and what follows reasoning; `AnswerFrame` makes a
+grammar of content, or of calls, one of an answer to a prompt. Invariant: an answer of a grammar
+made here is split by the parser of the same frame, and read by that of the same format."""
 
 import json
 import re
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol
 
-from cadenza.text.answers.argument_schema import schema_members
-from cadenza.text.answers.grammar_parts import joined_grammar, parts_of
-from cadenza.text.answers.input_grammar import InputGrammar
-from cadenza.text.answers.part_parser import ReasoningFormat
-from cadenza.text.answers.tool_calls import ToolFormat
+from cadenza.structured import CallRule
+from cadenza.text.answers.part_parser import MakeParser, PartParser, PartPlan, ReasoningFormat
+from cadenza.text.answers.tool_format import (
+    Marks,
+    ToolFormat,
+    either,
+    literal_in,
+    text_without,
+    up_to,
+    whole_grammar,
+)
+from cadenza.text.schemas.grammar import joined_grammar, parts_of
 
-MAX_CALLS = 16
-"""Of one constrained answer; without a bound a small model may call for ever."""
-
-ANNOTATIONS = frozenset({"description", "title", "default", "examples", "$schema"})
-"""Members of a schema that ask for nothing."""
-
-_REFERENCE = re.compile(r'"\$ref": "#([^"]*)"')
-_DEFINITIONS = ("$defs", "definitions")
-
-_NO_ARGUMENTS: Mapping[str, Any] = {
-    "type": "object",
-    "properties": {},
-    "additionalProperties": False,
-}
-
-Marks = Mapping[str, int]
-"""The marks of a format that are tokens by themselves, with their ids; others are plain text."""
+MAX_CALLS = 16  # of one constrained answer; without a bound a small model may call for ever
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tool:
-    """A function. `parameters`: JSON Schema, None for no arguments; `input`: the text of a custom
-    tool."""
-
-    name: str
-    description: str | None = None
-    parameters: Mapping[str, Any] | None = None
-    is_strict: bool = False
-    input: InputGrammar | None = None
-
-    @property
-    def schema(self) -> str:
-        return json.dumps(self.parameters or _NO_ARGUMENTS)
-
-
-Arguments = Mapping[str, str]
-"""What may be called: the grammars of the functions' arguments, by the functions' names."""
+Arguments = Mapping[str, str]  # their grammars, by the functions' names
 
 
 def calls_grammar(arguments: Arguments, format: ToolFormat, marks: Marks, *, max_calls: int) -> str:
-    """At least one call and at most `max_calls`."""
-    lark = f"start: calls\n{_calls(arguments, format, marks, max_calls)}"
-    return joined_grammar(lark, _named(arguments))
+    lines = ["start: calls", *_calls(arguments, format, marks, max_calls)]
+    return whole_grammar(arguments.values(), lines)
 
 
 def text_or_calls_grammar(arguments: Arguments, format: ToolFormat, marks: Marks) -> str:
@@ -69,7 +42,7 @@ def text_or_calls_grammar(arguments: Arguments, format: ToolFormat, marks: Marks
         openers = "".join(map(re.escape, format.openers))
         start = "start: TEXT | calls"
         text = rf"TEXT: /[^\s{openers}](.|\n)*/"
-    return joined_grammar(f"{start}\n{text}\n{calls}", _named(arguments))
+    return whole_grammar(arguments.values(), [start, text, *calls])
 
 
 def either_grammar(first: str, second: str) -> str:
@@ -90,45 +63,94 @@ def after_reasoning(
     return joined_grammar(lark, parts_of("inner", grammar))
 
 
-def _calls(names: Collection[str], format: ToolFormat, marks: Marks, max_calls: int) -> str:
-    lines = [f"call: {' | '.join(f'call_{i}' for i in range(len(names)))}"]
+def _calls(names: Collection[str], format: ToolFormat, marks: Marks, max_calls: int) -> list[str]:
+    lines = [f"call: {either('call', len(names))}"]
     for i, name in enumerate(names):
         head = f'{{"name": {json.dumps(name)}, "{format.arguments}": '
         lines.append(f'call_{i}: {json.dumps(head)} @args_{i} "}}"')
     opening, between, closing = (
         literal_in(each, marks) for each in (format.opening, format.between, format.closing)
     )
-    more = f"({between} call){{0,{max_calls - 1}}}" if max_calls > 1 else ""
-    return "\n".join([f"calls: {opening} call {more} {closing}", *lines])
+    more = up_to(max_calls - 1, f"{between} call")
+    return [f"calls: {opening} call {more} {closing}", *lines]
 
 
-def text_without(name: str, mark: str) -> str:
-    pattern = re.escape(mark).replace("/", r"\/")
-    return rf"{name}: /(.|\n)*/ & ~/(.|\n)*{pattern}(.|\n)*/"
+class AnswerFrame(Protocol):
+    """What stands around content and calls in one answer."""
+
+    @property
+    def marks(self) -> Sequence[str]:
+        """Those that are tokens by themselves, beside those of calls."""
+        ...
+
+    @property
+    def reasoning(self) -> ReasoningFormat | None:
+        """How reasoning that may come is marked; None: none may come, or it is not told apart."""
+        ...
+
+    @property
+    def has_begun(self) -> bool: ...
+
+    def told(self, grammar: str, marks: Marks) -> str:
+        """An answer whose content is of a grammar, after the reasoning."""
+        ...
+
+    def called(self, grammar: str, marks: Marks) -> str: ...
+
+    def behind_reasoning(self, grammar: str, marks: Marks) -> str: ...
+
+    def placed(self, rule: CallRule) -> CallRule: ...
+
+    def make_parser(self, plan: PartPlan) -> MakeParser | None:
+        """None: all of the answer is content."""
+        ...
 
 
-def literal_in(text: str, marks: Marks) -> str:
-    """A text in Lark's notation; marks in it that are tokens are named by id."""
-    if not text:
-        return ""
-    pattern = "|".join(map(re.escape, marks)) or "(?!)"
-    parts = re.split(f"({pattern})", text)
-    return " ".join(
-        f"<[{marks[part]}]>" if part in marks else json.dumps(part) for part in parts if part
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MarkedFrame:
+    """Reasoning between marks, then content and calls."""
 
+    own: ReasoningFormat | None  # None: the model has none, or it is not told apart
+    has_begun: bool  # the prompt has the mark that begins it
+    is_over: bool  # the prompt has the mark that ends it
 
-def _named(arguments: Arguments) -> list[dict[str, Any]]:
-    named = (parts_of(f"args_{i}", grammar) for i, grammar in enumerate(arguments.values()))
-    return [part for parts in named for part in parts]
+    @classmethod
+    def of(cls, own: ReasoningFormat | None, prompt: str) -> "MarkedFrame":
+        ended = prompt.rstrip()
+        has_begun = own is not None and ended.endswith(own.begin)
+        is_over = own is not None and ended.endswith(own.end)
+        return cls(own=own, has_begun=has_begun, is_over=is_over)
 
+    @property
+    def marks(self) -> Sequence[str]:
+        return () if self.own is None else (self.own.begin, self.own.end)
 
-def property_schema(root: Mapping[str, Any], value: object) -> str:
-    """The schema of a property of `root`, with what it may refer to."""
-    shared = {name: root[name] for name in _DEFINITIONS if name in root}
-    alone = json.dumps({**shared, **schema_members(value)})
-    known = tuple(f"/{name}/" for name in _DEFINITIONS)
-    if all(name.startswith(known) for name in _REFERENCE.findall(alone)):
-        return alone
-    whole = json.dumps({**schema_members(value), "$defs": {"root": root}})
-    return _REFERENCE.sub(r'"$ref": "#/$defs/root\1"', whole)
+    @property
+    def reasoning(self) -> ReasoningFormat | None:
+        return None if self.is_over else self.own
+
+    def told(self, grammar: str, marks: Marks) -> str:
+        del marks
+        return grammar
+
+    def called(self, grammar: str, marks: Marks) -> str:
+        del marks
+        return grammar
+
+    def behind_reasoning(self, grammar: str, marks: Marks) -> str:
+        if self.reasoning is None:
+            return grammar
+        return after_reasoning(grammar, self.reasoning, marks, has_begun=self.has_begun)
+
+    def placed(self, rule: CallRule) -> CallRule:
+        reasoning = self.reasoning
+        if reasoning is None:
+            return rule
+        around = (reasoning.begin, reasoning.end)
+        return replace(rule, reasoning=around, has_begun=self.has_begun)
+
+    def make_parser(self, plan: PartPlan) -> MakeParser | None:
+        if self.own is None and plan.tools is None:
+            return None
+        whole = replace(plan, reasoning=self.own, begins_in_reasoning=self.has_begun)
+        return partial(PartParser, whole)

@@ -1,10 +1,7 @@
-"""`ArgumentSchema`: what an argument may be, in notations that write texts as they are.
-
-Invariant: what `spelling` writes, `read` reads as the same text.
-"""
+"""`ArgumentSchema`: what an argument may be, in notations that write texts as they are; JSON as
+models write it. Invariant: what `spelling` writes, `read` reads as the same text."""
 
 import json
-import operator
 import re
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -19,24 +16,24 @@ from cadenza.text.schemas.schema_merge import (
     UnsupportedSchemaError,
     equal,
     is_of_type,
+    satisfies_bounds,
     types_of,
 )
 
 OTHER_TYPES = tuple(name for name in TYPES if name != "string")
-
 WORDS: Mapping[str, object] = {"true": True, "false": False, "null": None, "none": None}
-"""Of JSON and Python, in lower case."""
 
+# A text of JSON, with its end if it has one, or a bracket.
 NESTING = re.compile(r'"(?:[^"\\]|\\.)*+(")?|[{}\[\]]', re.DOTALL)
-"""Of JSON: a text, with its end if it has one, or a bracket."""
-
+JSON_TEXT = r'"(?:[^"\\]|\\.)*+(?:"|\Z)'
 _BAD_ESCAPE = re.compile(r'\\(\\|["/bfnrt]|u[0-9a-fA-F]{4})?')
+_SEPARATORS = re.compile(r"[\s;]*")
 _TAG = re.compile(r"</|<\w+=")
 
 
 class ArgumentSchema:
     """One argument: it allows what one of `alternatives`, without references and combinations,
-    does; `is_resolved`: they are all that it asks for; otherwise only its types are known."""
+    does; `is_resolved`: they are all that it asks for, otherwise only its types are known."""
 
     __slots__ = ("alternatives", "has_others", "is_resolved", "texts")
 
@@ -46,11 +43,10 @@ class ArgumentSchema:
         listed = [v for each in alternatives for v in each.get("enum", ()) if _satisfies(v, each)]
         types = [types_of(each) for each in alternatives if "enum" not in each]
         texts = [*dict.fromkeys(each for each in listed if isinstance(each, str))]
+        # Those that enums allow; None where any may stand.
         self.texts = None if any("string" in each for each in types) else texts
-        """Those that enums allow; None where any may stand."""
         is_listed = any(not isinstance(each, str) for each in listed)
         self.has_others = is_listed or any(each != {"string"} for each in types)
-        """Whether something else than texts is allowed."""
 
     @classmethod
     def of(cls, schema: object, root: Mapping[str, Any]) -> "ArgumentSchema":
@@ -68,7 +64,6 @@ class ArgumentSchema:
 
     @property
     def has_plain_texts(self) -> bool:
-        """Whether each text that no enum lists may be any."""
         free = (each for each in self.alternatives if "enum" not in each)
         return all(not each.keys() - {"type"} for each in free if "string" in types_of(each))
 
@@ -135,13 +130,51 @@ def with_known_escapes(text: str) -> str:
     return _BAD_ESCAPE.sub(lambda escape: escape[0] if escape[1] else r"\\", text)
 
 
+def json_values(text: str) -> list[object] | None:
+    decoder = json.JSONDecoder(strict=False)
+    for written in (text, with_known_escapes(text)):
+        found: list[object] = []
+        position = 0
+        try:
+            while position < len(written):
+                value, position = decoder.raw_decode(written, position)
+                found += cast(list[object], value) if isinstance(value, list) else [value]
+                position = _SEPARATORS.match(written, position).end()  # pyright: ignore[reportOptionalMemberAccess]
+        except (ValueError, RecursionError):
+            continue
+        return found
+    return None
+
+
+def json_object_of(text: str) -> str | None:
+    found = json_values(text.strip())
+    if found is None or len(found) != 1 or not isinstance(found[0], dict):
+        return None
+    return json_text(cast(object, found[0]))
+
+
+def closed(text: str, most: int) -> str | None:
+    """JSON with its last brackets, where at most `most` are missing; None within a text."""
+    missing: list[str] = []
+    for match in NESTING.finditer(text):
+        mark = match[0]
+        if mark[0] == '"':
+            if match[1] is None:
+                return None
+        elif mark in "{[":
+            missing.append("}" if mark == "{" else "]")
+        elif not missing or missing.pop() != mark:
+            return None
+    return None if not 0 < len(missing) <= most else text + "".join(missing[::-1])
+
+
 def is_within_text(text: str) -> bool:
     texts = (match for match in NESTING.finditer(text) if match[0][0] == '"')
     return any(match[1] is None for match in texts)
 
 
 def schema_members(schema: object) -> Mapping[str, Any]:
-    """Those of an object; none of anything else, such as true."""
+    """None of anything else than an object."""
     return cast(Mapping[str, Any], schema) if isinstance(schema, Mapping) else {}
 
 
@@ -153,27 +186,9 @@ def _target(root: Mapping[str, Any], name: str) -> object:
 
 
 def _satisfies(value: object, alternative: Schema) -> bool:
-    if not is_of_type(value, types_of(alternative)):
-        return False
     values: list[object] | None = alternative.get("enum")
-    if isinstance(value, str):
-        if values is not None and value not in values:
+    if values is not None:
+        is_text = isinstance(value, str)  # for which this is quick
+        if not (value in values if is_text else any(equal(value, each) for each in values)):
             return False
-        least, most = alternative.get("minLength", 0), alternative.get("maxLength", len(value))
-        return least <= len(value) <= most
-    if values is not None and not any(equal(value, each) for each in values):
-        return False
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return all(
-            isinstance(bound := alternative.get(name), bool | None) or is_met(value, bound)
-            for name, is_met in _BOUNDS
-        )
-    return True
-
-
-_BOUNDS = (
-    ("minimum", operator.ge),
-    ("maximum", operator.le),
-    ("exclusiveMinimum", operator.gt),
-    ("exclusiveMaximum", operator.lt),
-)
+    return satisfies_bounds(value, alternative)

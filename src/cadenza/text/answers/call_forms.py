@@ -6,62 +6,31 @@ Invariant: no later text changes what a `CallMatcher` decides; text is held back
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
 
-from cadenza.text.answers.call_readers import Functions, ReadCalls, ToolCall, closed
+from cadenza.text.answers.argument_schema import closed
+from cadenza.text.answers.tool_format import (
+    CallMatcher,
+    CallStart,
+    Functions,
+    ReadCalls,
+    Taken,
+    ToolCall,
+)
 
-MAX_UNDECIDED_CHARS = 4096
-"""Of a bare call before its function is known."""
-
+MAX_UNDECIDED_CHARS = 4096  # of a bare call before its function is known
 _FENCE = "```"
 _FENCE_LINE = re.compile(r"`{3,}[ \t]*[\w-]*\s*")
 _BEFORE_FENCE_END = " \t\r\n;,"
 
 
-class CallStart(NamedTuple):
-    """Where a call begins; `is_certain`: its beginning is there, rather than a part of one."""
-
-    position: int
-    is_certain: bool
-
-
-class Taken(NamedTuple):
-    """The first `end` characters of a text are calls; without calls they are something else."""
-
-    calls: tuple[ToolCall, ...]
-    end: int
-
-
-class CallMatcher(Protocol):
-    """Takes one call, of whose text each one that is given begins with the one before."""
-
-    def take(self, text: str, *, is_end: bool) -> Taken | None:
-        """None until it is decided; at the end it is."""
-        ...
-
-
-class CallForm(Protocol):
-    """One way in which a family writes calls."""
-
-    @property
-    def read(self) -> ReadCalls: ...
-
-    def find(self, text: str, functions: Functions, *, is_end: bool) -> CallStart | None:
-        """The first position at which a call begins, or, before the end, may begin."""
-        ...
-
-    def matcher(self, functions: Functions) -> CallMatcher: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MarkedCalls:
-    """Calls between marks. `end`: empty where they reach to the end of the text; `trailing`: what
-    may follow the end, and is no content; `is_named`: the marks are a part of what is read."""
+    """Calls between marks."""
 
     begin: str
-    end: str = ""
-    trailing: str = ""
-    is_named: bool = False
+    end: str = ""  # empty where they reach to the end of the text
+    trailing: str = ""  # what may follow the end, and is no content
+    is_named: bool = False  # the marks are a part of what is read
     read: ReadCalls
 
     def find(self, text: str, functions: Functions, *, is_end: bool) -> CallStart | None:
@@ -109,7 +78,7 @@ class _MarkedMatcher:
         return Taken((), len(text)) if calls is None else Taken(calls, position)
 
     def _read(self, text: str, position: int, *, most: int) -> tuple[ToolCall, ...] | None:
-        """The calls up to a position, of which `most` last brackets may be missing."""
+        """Of the calls up to a position `most` last brackets may be missing."""
         form = self._form
         written = text[:position] if form.is_named else text[len(form.begin) : position]
         calls = form.read(written, self._functions)
@@ -126,19 +95,17 @@ class _MarkedMatcher:
         return None if trailing.startswith(rest) and not is_end else taken
 
 
+# Whether a text begins with a call of a notation; None if more of it decides.
 Begins = Callable[[str, Functions], bool | None]
-"""Whether a text begins with a call of a notation; None if more of it decides."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BareCalls:
-    """Calls that stand by themselves, with text or a code fence around them. `prefix`: a mark that
-    may stand in front; `first`: what a call, a fence or the mark begins with; `quotes`: what stands
-    around texts, in which brackets mean nothing."""
+    """Calls that stand by themselves, with text or a code fence around them."""
 
-    prefix: str = ""
-    first: re.Pattern[str]
-    quotes: str = '"'
+    prefix: str = ""  # a mark that may stand in front
+    first: re.Pattern[str]  # what a call, a fence or the mark begins with
+    quotes: str = '"'  # what stands around texts, in which brackets mean nothing
     begins: Begins
     read: ReadCalls
 
@@ -212,7 +179,6 @@ class _BareMatcher:
         return Taken(self._calls, self._end) if self._calls else None
 
     def _scan(self, text: str) -> bool:
-        """Whether the brackets of the call close; `_place` is then after the last one."""
         position = self._place
         while (match := self._marks.search(text, position)) is not None:
             mark, position = match[0], match.end()
@@ -246,38 +212,6 @@ class _BareMatcher:
         if calls is None or (self._functions and any(c.name not in self._functions for c in calls)):
             return None
         return tuple(calls)
-
-
-_JSON_KEYS = frozenset({"name", "arguments", "parameters", "type", "function", "id"})
-_JSON_HEAD = re.compile(r'\[?\s*\{\s*"(\w+)"\s*:\s*')
-_JSON_PART = re.compile(r'(\[\s*)?(\{\s*("\w*("\s*)?)?)?')
-_JSON_NAME = re.compile(r'"name"\s*:\s*(?:"([^"\\]*)")?')
-_NAME_PART = re.compile(r'("[^"\\]*)?')
-_PYTHON_HEAD = re.compile(r"\[\s*([\w.-]+)\(")
-_PYTHON_PART = re.compile(r"\[\s*[\w.-]*")
-
-
-def begins_json(text: str, functions: Functions) -> bool | None:
-    """An object, or a list of them, whose first members are a call's, and whose name is known."""
-    head = _JSON_HEAD.match(text)
-    if head is None:
-        return None if _JSON_PART.fullmatch(text) else False
-    if head[1] not in _JSON_KEYS:
-        return False
-    name = _JSON_NAME.search(text)
-    if name is None:
-        return None if head[1] != "name" else False
-    if name[1] is None:
-        return None if _NAME_PART.fullmatch(text, name.end()) else False
-    return not functions or name[1] in functions
-
-
-def begins_python(text: str, functions: Functions) -> bool | None:
-    """A list of calls, whose first name is known."""
-    head = _PYTHON_HEAD.match(text)
-    if head is None:
-        return None if _PYTHON_PART.fullmatch(text) else False
-    return not functions or head[1] in functions
 
 
 def num_held(text: str, mark: str) -> int:

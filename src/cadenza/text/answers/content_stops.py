@@ -1,25 +1,24 @@
 """`ContentStops`: stop strings in the content of an answer that is split into parts. Invariants: no
 stop string is found in or across reasoning and calls; however the text is split, what is shown and
-its parts are those of the whole text, cut at the first stop string in its content.
-"""
+its parts are those of the whole text, cut at the first stop string in its content."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from cadenza.outputs import OutputPart
-from cadenza.text.answers.output_parser import PlacedParser
+from cadenza.text.answers.part_parser import PlacedParser
 from cadenza.text.tokens.stop import StopMatch, StopMatcher
 
 
 class ShownText(NamedTuple):
-    """What has become certain: text of the answer, and parts of it."""
+    """What has become certain."""
 
     text: str
     parts: list[OutputPart]
 
 
 class ContentStops:
-    """One sample: `parser`, a fresh one; `make_matcher`, of one stretch of content."""
+    """Of one sample, with a fresh parser; `make_matcher`: of one stretch of content."""
 
     __slots__ = (
         "_base",
@@ -34,8 +33,7 @@ class ContentStops:
         "match",
     )
 
-    match: StopMatch | None
-    """Its `end` counts all characters of the answer."""
+    match: StopMatch | None  # its `end` counts all characters of the answer
 
     def __init__(
         self,

@@ -41,8 +41,8 @@ class Escapes:
         return rf"[^\x22\x5C\x00-\x1F{also}]"
 
     def regex(self, pattern: str, *, dot_is_any: bool = False) -> str:
-        """The expression, with slashes escaped; `dot_is_any`: a dot matches the end of a line, too.
-        Raises InvalidRequestError."""
+        """Slashes are escaped; `dot_is_any`: a dot matches the end of a line, too. Raises
+        InvalidRequestError."""
         if pattern.startswith("(?s)"):
             pattern, dot_is_any = pattern[4:], True
         pattern = pattern.removeprefix("^")
@@ -90,7 +90,6 @@ class Escapes:
             position += 1
 
     def _escape(self, pattern: str, position: int) -> tuple[str, int]:
-        """What an escape becomes, and the position after it."""
         code = _CODE.match(pattern, position)
         if code is not None:
             return self._literal(_character(code)), code.end()

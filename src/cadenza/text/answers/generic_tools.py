@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
-from cadenza.text.answers.tool_calls import ToolFormat
+from cadenza.text.answers.tool_format import ToolFormat
 from cadenza.text.tokens.provenance import MarkedText, OwnText, written_by_template
 
 Message = Mapping[str, Any]
@@ -28,9 +28,9 @@ def has_calls(messages: Sequence[Message]) -> bool:
 def generic_messages(
     messages: Sequence[Message], tools: Sequence[Message] | None, format: ToolFormat
 ) -> list[Message]:
-    """A conversation in which the system's text describes the tools, if there are any, and results
-    are user turns. A call is shown with its result, not as the assistant's turn: small models
-    repeat a turn that they have written, and answer with the same call again."""
+    """The system's text describes the tools, if there are any, and results are user turns. A call
+    is shown with its result, not as the assistant's turn: small models repeat a turn that they have
+    written."""
     shown = [*_shown(messages)]
     if not tools:
         return shown
@@ -101,7 +101,7 @@ def _text(content: object) -> str:
 
 
 def with_listed_calls(messages: Sequence[Message], format: ToolFormat) -> list[Message]:
-    """The calls of a turn after its text, as a list of Python's calls between the marks."""
+    """The calls of a turn after its text, as a list of Python's calls between marks."""
     return [_listed(message, format) for message in messages]
 
 

@@ -12,12 +12,10 @@ from typing import Literal, NamedTuple
 
 from cadenza.errors import InvalidRequestError
 from cadenza.text.answers.escaped_regex import Escapes
-from cadenza.text.answers.grammar_parts import joined_grammar, parts_of
-from cadenza.text.schemas.grammar import GrammarCheck, lark_grammar
+from cadenza.text.schemas.grammar import GrammarCheck, joined_grammar, lark_grammar, parts_of
 from cadenza.text.schemas.json_schema import NO_TEXT
 
-MAX_HEAD_PIECES = 64
-"""Of a definition's name and what is said of it."""
+MAX_HEAD_PIECES = 64  # of a definition's name and what is said of it
 
 _TOKEN = re.compile(
     r"""(?P<dropped>//[^\n]*|\#[^\n]*|->\s*\w+)
@@ -34,7 +32,7 @@ _IMPORT = re.compile(r"%\s*import\s+common\s*(?:\.\s*(\w+)(?:\s*->\s*(\w+))?|\((
 _HEAD_REST = re.compile(r"(\s*\.\d+|\s*\[[^\]\n]*\]|::\w+)*[ \t]*:(?!:)")
 _HEAD_BEFORE = re.compile(r"(^|\n)[ \t]*[?!]{0,2}$")
 _RANGE = re.compile(r"\s*\.\.\s*")
-_COMMON = {
+_COMMON = {  # terminals of Lark's library that may have characters with escapes
     "WS_INLINE": r"/[ \t]+/",
     "WS": r"/[ \t\f\r\n]+/",
     "CR": r"/\r/",
@@ -46,7 +44,6 @@ _COMMON = {
     "SQL_COMMENT": r"/--[^\n]*/",
     "C_COMMENT": r"/\/\*([^*]|\*+[^*\/])*\*+\//",
 }
-"""Terminals of Lark's library that may have characters with escapes."""
 
 _ARGUMENTS = r"""start: "{" BLANKS? "\"input\"" BLANKS? ":" BLANKS? @input BLANKS? "}"
 BLANKS: /[ \t]|\n[ \t]{0,16}/"""
@@ -54,7 +51,7 @@ BLANKS: /[ \t]|\n[ \t]{0,16}/"""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputGrammar:
-    """The grammar of a text, in Lark's notation, or an expression that the whole text matches."""
+    """The grammar of a text, in Lark's notation, or an expression that all of it matches."""
 
     syntax: Literal["lark", "regex"]
     definition: str
@@ -67,8 +64,7 @@ class InputGrammar:
         return "start: TEXT\nTEXT: /" + escaped.replace("\n", r"\n") + "/"
 
     def written(self, check: GrammarCheck, escapes: Escapes) -> str:
-        """The grammar of the text as a JSON text. Raises InvalidRequestError where it cannot be
-        followed, or not within a JSON text."""
+        """The grammar of the text as a JSON text. Raises InvalidRequestError."""
         problem = check(lark_grammar(self.lark))
         if problem is not None:
             raise InvalidRequestError(problem, param="tools")
@@ -79,17 +75,15 @@ class InputGrammar:
 
 
 def arguments_of_written(text: str) -> str:
-    """The grammar of an object with a JSON text, of which a grammar is given, as `input`."""
+    """An object with a JSON text, of which a grammar is given, as `input`."""
     return joined_grammar(_ARGUMENTS, parts_of("input", text))
 
 
 def escaped_lark(grammar: str, check: GrammarCheck, escapes: Escapes) -> str:
-    """A grammar of the escaped forms of another one's texts. Raises InvalidRequestError.
-
-    Where no rule contains itself, it is one terminal: the library's lexer does not look back, and
-    where an escape begins it is not decided yet whether the next terminal does. Otherwise the
-    terminals must be such that it need not.
-    """
+    """Of the escaped forms of a grammar's texts. Where no rule contains itself, it is one terminal:
+    the library's lexer does not look back, and where an escape begins it is not decided yet whether
+    the next terminal does. Otherwise the terminals must be such that it need not. Raises
+    InvalidRequestError."""
     escaped = _Definitions(_Escaping(grammar, escapes).run())
     if escaped.is_regular():
         return escaped.as_terminal()
@@ -128,7 +122,6 @@ class _Definitions:
             position += 1
 
     def is_regular(self) -> bool:
-        """Whether no rule contains itself, and each terminal is only what it matches."""
         return not (self._ignored_is_said or self._has_attributes) and not self._is_cyclic()
 
     def as_terminal(self) -> str:
@@ -161,8 +154,7 @@ class _Definitions:
         return any(each.kind == "directive" for each in self._ignored)
 
     def _head_end(self, position: int) -> int | None:
-        """The position after the colon of a definition that begins at a position; None if none
-        does."""
+        """After the colon of a definition that begins at a position, if one does."""
         if self.pieces[position].kind != "name":
             return None
         rest = "".join(each.text for each in self.pieces[position + 1 : position + MAX_HEAD_PIECES])

@@ -1,40 +1,76 @@
 """`PartParser`: splits an answer into reasoning, content and tool calls as it comes. Each step of
-`_advance` is a pure function of a state and the unread text, which decides what no later text can
-change, or asks for more. Blanks at the borders of parts are dropped.
-"""
+`_advance` is a pure function of a state and the unread text. Invariant of every `OutputParser`: the
+parts, those of one kind joined, are a function of the whole text, whatever pieces it came in; a
+part that was returned is final."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from cadenza.outputs import OutputPart, PartKind
-from cadenza.text.answers.call_forms import CallForm, CallMatcher, CallStart, num_held
-from cadenza.text.answers.call_readers import Functions, ToolCall
-from cadenza.text.answers.output_parser import PlacedPart
-from cadenza.text.answers.tool_calls import ToolFormat
+from cadenza.text.answers.call_forms import num_held
+from cadenza.text.answers.tool_format import (
+    CallForm,
+    CallMatcher,
+    CallStart,
+    Functions,
+    ToolCall,
+    ToolFormat,
+)
 
-MAX_HELD_CHARS = 1 << 16
-"""Of what may be a call within reasoning."""
+
+class OutputParser(Protocol):
+    """The parser of one sample."""
+
+    @property
+    def is_reasoning(self) -> bool: ...
+
+    def push(self, text: str) -> Sequence[OutputPart]:
+        """The parts that are certain now and were not before; often none, within a marker."""
+        ...
+
+    def flush(self) -> Sequence[OutputPart]: ...
+
+
+PlacedPart = tuple[int, OutputPart]  # with where in the answer its text begins
+
+
+@runtime_checkable
+class PlacedParser(OutputParser, Protocol):
+    """Also says where in the text its parts are. Parts without a text, which `push` and `flush`
+    leave out, end a stretch of content."""
+
+    @property
+    def num_read(self) -> int:
+        """Characters of the answer of which it is decided what they are."""
+        ...
+
+    def push_placed(self, text: str) -> Sequence[PlacedPart]: ...
+
+    def flush_placed(self) -> Sequence[PlacedPart]: ...
+
+
+MakeParser = Callable[[], OutputParser]  # makes a fresh parser for each sample of a request
+
+MAX_HELD_CHARS = 1 << 16  # of what may be a call within reasoning
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """The marks around reasoning. `shown_by`: what a chat template has that shows it; empty: its
-    end. `opening`: the tokens of its beginning, of which the first and the last are marks; empty:
-    it is one. `recurs`: an answer may have several stretches of it."""
+    """The marks around reasoning."""
 
     begin: str
     end: str
-    shown_by: str = ""
-    opening: tuple[str, ...] = ()
-    recurs: bool = False
+    shown_by: str = ""  # what a chat template has that shows it; empty: its end
+    opening: tuple[str, ...] = ()  # the tokens of its beginning, marks first and last; empty: one
+    recurs: bool = False  # an answer may have several stretches of it
 
     def is_shown_by(self, template: str) -> bool:
         return (self.shown_by or self.end) in template
 
 
-REASONING_FORMATS = {
+REASONING_FORMATS = {  # by the names that `--reasoning-parser` takes
     "think": ReasoningFormat("<think>", "</think>"),
     "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
     "harmony": ReasoningFormat(
@@ -47,7 +83,6 @@ REASONING_FORMATS = {
     "gemma4": ReasoningFormat("<|channel>thought", "<channel|>", opening=("<|channel>",)),
     "granite": ReasoningFormat("Here is my thought process:", "Here is my response:"),
 }
-"""By the names that `--reasoning-parser` takes."""
 
 REASONING_ALIASES = {
     "deepseek_r1": "think",
@@ -59,12 +94,10 @@ REASONING_ALIASES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartPlan:
-    """What an answer may consist of; `reasoning` and `tools` None: it has none.
-    `begins_in_reasoning`: the prompt has the mark that begins reasoning. `functions`: those that
-    may be called, as far as known."""
+    """What an answer may consist of."""
 
     reasoning: ReasoningFormat | None = None
-    begins_in_reasoning: bool = False
+    begins_in_reasoning: bool = False  # the prompt has the mark that begins it
     tools: ToolFormat | None = None
     functions: Functions = field(default_factory=dict[str, Mapping[str, Any]])
 
@@ -73,8 +106,7 @@ class _State(Enum):
     START = auto()
     REASONING_BEGUN = auto()
     REASONING = auto()
-    REASONED_CALL = auto()
-    """What may be a call is within reasoning."""
+    REASONED_CALL = auto()  # what may be a call is within reasoning
     REASONED = auto()
     CONTENT = auto()
     CALL = auto()
@@ -82,17 +114,16 @@ class _State(Enum):
 
 
 class _Step(NamedTuple):
-    """A decision: what follows, what is certain, and the unread text; `matcher` is that
-    of a call which may begin there."""
+    """A decision: what follows, what is certain, and the unread text."""
 
     state: _State
     parts: tuple[OutputPart, ...]
     rest: str
-    matcher: CallMatcher | None = None
+    matcher: CallMatcher | None = None  # of a call which may begin there
 
 
 class PartParser:
-    """The parser of one sample (`text.answers.output_parser.PlacedParser`)."""
+    """A `PlacedParser` of one sample."""
 
     def __init__(self, plan: PartPlan) -> None:
         self._plan = plan
@@ -138,7 +169,6 @@ class PartParser:
         return [placed for placed in parts if placed[1].text or placed[1].name is not None]
 
     def _advance(self, text: str, *, is_end: bool) -> _Step | None:
-        """The next decision; None where it takes more text. `text` is not empty."""
         plan, matcher = self._plan, self._matcher
         match self._state:
             case _State.START:
@@ -245,7 +275,6 @@ def _tell(plan: PartPlan, text: str, *, is_end: bool) -> _Step | None:
 
 
 def _call(matcher: CallMatcher, text: str, *, is_end: bool) -> _Step | None:
-    """A call after blanks, which are content only if it is none."""
     begin = len(text) - len(text.lstrip())
     taken = matcher.take(text[begin:], is_end=is_end)
     if taken is None:

@@ -2,8 +2,6 @@
 
 Modules:
 
-- `compile_threads`: threads that take the cheapest job first, and those of one request in turn
-- `token_constraint`: grammars compiled to constraints over a tokenizer's tokens
-- `thinking_constraint`: a bound on the tokens of thinking, over a grammar or any text
-- `call_constraint`: the constraint of an answer that may be any text with such calls
+- `token_constraint`: grammars compiled, on threads, to constraints over a tokenizer's tokens
+- `call_constraint`: of any text with calls of a grammar; a bound on the tokens of thinking
 """

@@ -1,13 +1,13 @@
-"""`CallConstraint`: any text, in which each call that begins is one of a grammar. Invariants: what
-it allows is a function of the accepted tokens; a token outside a call is sampled as without it;
-where a call cannot be followed, the text goes on unconstrained, or, where calls must be of the
-grammar, fails."""
+"""Constraints around others. `CallConstraint`: any text, in which each call that begins is one of a
+grammar; where it cannot be followed, the text goes on unconstrained, or, where calls must be of the
+grammar, fails. `ThinkingConstraint` bounds the tokens of thinking. Invariant: what they allow is a
+function of the accepted tokens, and nothing is forced that the constraint below does not allow."""
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from cadenza.structured import CallRule, Constraint
+from cadenza.structured import CallRule, Constraint, ThinkingBound
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -19,7 +19,7 @@ MAX_BEGIN_CHARS = 512
 
 class CallWatch:
     """Finds the beginnings of calls (`rule`) in the text of a stream's tokens, of which `text` is
-    the end; `thinking` None: it is not decided whether the text begins with reasoning."""
+    the end; `thinking` None: it is not decided whether it begins with reasoning."""
 
     __slots__ = ("_begin", "_rule", "_text", "_thinking", "_tokens")
 
@@ -49,8 +49,8 @@ class CallWatch:
         return CallWatch(self._rule, self._tokens, self._text, thinking=self._thinking)
 
     def push(self, token_id: int) -> list[int] | None:
-        """The text of a call so far, as tokens, whose beginning this token completes; None if it
-        completes none."""
+        """The text so far, as tokens, of a call whose beginning this token completes, if it
+        does."""
         piece: bytes = self._tokens.decode_bytes([token_id])
         self._text += piece
         if self._is_thinking():
@@ -96,10 +96,9 @@ class RestartableConstraint(Constraint, Protocol):
 
 
 class CallConstraint:
-    """A `structured.Constraint`. `watch` None: nothing is constrained any more. `call`: of a call,
-    and nothing accepted; None: no call can be followed, as in a fork for drafts outside a call,
-    which may not go on into one. `is_fork`: it is one in a call, of which `call` has accepted the
-    beginning."""
+    """A `structured.Constraint`. `watch` None: nothing is constrained any more. `call` None: none
+    can be followed, as in a fork for drafts outside a call, which may not go on into one.
+    `is_fork`: `call` has accepted the beginning of one."""
 
     __slots__ = ("_any", "_call", "_has_failed", "_is_fork", "_is_in_call", "_vocab_size", "_watch")
 
@@ -120,8 +119,7 @@ class CallConstraint:
 
     @property
     def is_complete(self) -> bool:
-        """Never: after a call there may be text."""
-        return False
+        return False  # after a call there may be text
 
     @property
     def has_failed(self) -> bool:
@@ -174,3 +172,86 @@ class CallConstraint:
                 self._call = None
             else:
                 call.restart()
+
+
+class Thought(NamedTuple):
+    """How far the thinking of a stream has come."""
+
+    has_begun: bool
+    is_over: bool = False
+    num_tokens: int = 0
+    last: tuple[int, ...] = ()  # the newest tokens outside thinking
+
+
+class ThinkingConstraint:
+    """A `structured.Constraint` over `inner`, if there is one, after `thought`."""
+
+    __slots__ = ("_bound", "_inner", "_thought", "_vocab_size")
+
+    def __init__(
+        self,
+        bound: ThinkingBound,
+        vocab_size: int,
+        inner: Constraint | None,
+        thought: Thought | None = None,
+    ) -> None:
+        self._bound = bound
+        self._vocab_size = vocab_size
+        self._inner = inner
+        self._thought = thought or Thought(has_begun=bound.begin is None)
+
+    @property
+    def is_complete(self) -> bool:
+        return self._inner is not None and self._inner.is_complete
+
+    @property
+    def has_failed(self) -> bool:
+        return self._inner is not None and self._inner.has_failed
+
+    def accept(self, token_id: int) -> None:
+        if self._inner is not None:
+            self._inner.accept(token_id)
+        thought = self._thought
+        if thought.is_over:
+            return
+        if not thought.has_begun:
+            self._thought = self._outside(thought, token_id)
+        elif token_id == self._bound.end:
+            is_over = not self._bound.recurs
+            self._thought = thought._replace(is_over=is_over, has_begun=is_over, last=())
+        else:
+            self._thought = thought._replace(num_tokens=thought.num_tokens + 1)
+
+    def allowed(self) -> bytes:
+        num_bytes = -(-self._vocab_size // 32) * 4
+        allowed = b"\xff" * num_bytes if self._inner is None else self._inner.allowed()
+        if self._is_spent and self._may_end(allowed):
+            return (1 << self._bound.end).to_bytes(num_bytes, "little")
+        return allowed
+
+    def forced(self) -> Sequence[int]:
+        return () if self._inner is None or self._is_spent else self._inner.forced()
+
+    def fork(self) -> "ThinkingConstraint | None":
+        inner = None if self._inner is None else self._inner.fork()
+        if inner is None and self._inner is not None:
+            return None
+        return ThinkingConstraint(self._bound, self._vocab_size, inner, self._thought)
+
+    @property
+    def _is_spent(self) -> bool:
+        thought = self._thought
+        is_thinking = thought.has_begun and not thought.is_over
+        return is_thinking and thought.num_tokens >= self._bound.max_tokens
+
+    def _may_end(self, allowed: bytes) -> bool:
+        # Within a character that is not complete a grammar may not allow it yet.
+        place, bit = divmod(self._bound.end, 8)
+        return bool(allowed[place] >> bit & 1)
+
+    def _outside(self, thought: Thought, token_id: int) -> Thought:
+        before = self._bound.before
+        if token_id == self._bound.begin and thought.last == before:
+            return thought._replace(has_begun=True)
+        last = (*thought.last, token_id)[-len(before) :] if before else ()
+        return thought._replace(last=last)

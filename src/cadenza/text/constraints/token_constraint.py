@@ -1,23 +1,24 @@
-"""`ConstraintCompiler`: grammars become constraints over one tokenizer's tokens. Invariant: a
-constraint shares no state with another, so that a stream depends on its own tokens alone. Copies of
-a matcher would share a lexer, whose states count against the limits; so each has a matcher, and one
-for drafts."""
+"""`ConstraintCompiler`: grammars become constraints over one tokenizer's tokens, on
+`CompileThreads`. Invariant: a constraint shares no state with another, so that a stream depends on
+its own tokens alone. Copies of a matcher would share a lexer, whose states count against the
+limits; so each has a matcher, and one for drafts."""
 
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from threading import Lock
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from threading import Condition, Lock, Thread
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from cadenza.structured import CallRule, Constraint, ConstraintSpec
-from cadenza.text.constraints.call_constraint import CallConstraint, CallWatch
-from cadenza.text.constraints.compile_threads import CompileThreads, Result
-from cadenza.text.constraints.thinking_constraint import ThinkingConstraint
+from cadenza.text.constraints.call_constraint import CallConstraint, CallWatch, ThinkingConstraint
 from cadenza.text.schemas.grammar import LIMITS
 from cadenza.text.tokens.tokenizer import TokenizerSource
 
@@ -32,13 +33,13 @@ ONE_BYTE = re.compile(rb"\0*+[^\0]\0*+")
 
 
 class ForcedText(NamedTuple):
-    """The tokens of a text that must follow, of which the first `num_taken` have; `num_bytes`: of a
-    mask. The library tokenises all of such a text for each mask (10 ms for 30 KB), so its tokens
-    are asked for once, and the masks follow from them."""
+    """The tokens of a text that must follow, of which the first `num_taken` have. The library
+    tokenises all of such a text for each mask (10 ms for 30 KB), so its tokens are asked for
+    once."""
 
     token_ids: Sequence[int] = ()
     num_taken: int = 0
-    num_bytes: int = 0
+    num_bytes: int = 0  # of a mask
 
     @property
     def rest(self) -> Sequence[int]:
@@ -46,13 +47,11 @@ class ForcedText(NamedTuple):
 
     @property
     def next_mask(self) -> bytes | None:
-        """The mask that allows the next token only; None after the last one."""
         if self.num_taken == len(self.token_ids):
             return None
         return (1 << self.token_ids[self.num_taken]).to_bytes(self.num_bytes, "little")
 
     def behind(self, token_id: int) -> "ForcedText":
-        """What must follow a token; nothing is known after another one than the next."""
         if self.num_taken < len(self.token_ids) and self.token_ids[self.num_taken] == token_id:
             return self._replace(num_taken=self.num_taken + 1)
         return NOT_FORCED
@@ -62,8 +61,8 @@ NOT_FORCED = ForcedText()
 
 
 class GrammarConstraint:
-    """A `structured.Constraint`. `matcher`: of the grammar, and nothing accepted; `start_another`:
-    starts to compile the grammar once more, on another thread."""
+    """A `structured.Constraint` over a fresh matcher; `start_another` compiles the grammar once
+    more, on another thread."""
 
     __slots__ = (
         "_another",
@@ -153,7 +152,6 @@ class GrammarConstraint:
             self._fork.forget()
 
     def forget(self) -> None:
-        """Of a fork: nothing that it accepted is the stream's any more."""
         self._num_common = 0
 
     def begin_with(self, token_ids: Sequence[int]) -> bool:
@@ -164,11 +162,115 @@ class GrammarConstraint:
         return True
 
 
+Result = TypeVar("Result")
+NUM_THREADS = 2
+
+_Job = tuple[Future[Any], Callable[[], Any]]
+
+
+@dataclass(slots=True, eq=False)
+class _Line:
+    """The jobs with one key that have not begun, in order."""
+
+    size: int
+    place: int
+    jobs: deque[_Job] = field(default_factory=deque[_Job])
+    cpu_s: float = 0.0  # of its jobs that have ended
+    is_running: bool = False
+
+    @property
+    def rank(self) -> tuple[float, int, int]:
+        """The least time so far first, so that neither many jobs nor slow ones are in front of
+        others."""
+        return self.cpu_s, self.size, self.place
+
+
+class CompileThreads:
+    """Threads that take the smallest job first, and the jobs of one key in turn. Thread-safe; a job
+    whose future is cancelled does not begin."""
+
+    def __init__(
+        self, num_threads: int = NUM_THREADS, cpu_time: Callable[[], float] = time.thread_time
+    ) -> None:
+        self._most_threads = num_threads
+        self._cpu_time = cpu_time
+        self._changed = Condition()
+        self._lines: dict[Hashable, _Line] = {}
+        self._num_come = self._num_threads = self._num_idle = 0
+        self._is_closed = False
+
+    def submit(
+        self, size: int, work: Callable[[], Result], key: Hashable = None
+    ) -> "Future[Result]":
+        """Jobs with the same `key` run one after the other; None: of this job alone. Raises
+        RuntimeError after `close`."""
+        future: Future[Result] = Future()
+        with self._changed:
+            if self._is_closed:
+                raise RuntimeError("the threads have ended")
+            place = self._num_come
+            self._num_come += 1
+            name = (place,) if key is None else (key, None)
+            line = self._lines.setdefault(name, _Line(size, place))
+            line.jobs.append((future, work))
+            if self._num_idle < len(self._free()) and self._num_threads < self._most_threads:
+                self._num_threads += 1
+                Thread(target=self._run, name="cadenza-grammar", daemon=True).start()
+            self._changed.notify()
+        return future
+
+    def close(self) -> None:
+        """Jobs that have not begun are cancelled."""
+        with self._changed:
+            self._is_closed = True
+            for line in self._lines.values():
+                for future, _ in line.jobs:
+                    future.cancel()
+            self._lines.clear()
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._num_idle += 1
+                while (name := self._next()) is None and not self._is_closed:
+                    self._changed.wait()
+                self._num_idle -= 1
+                if self._is_closed or name is None:
+                    return
+                line = self._lines[name]
+                line.is_running = True
+                job = line.jobs.popleft()
+            begun_s = self._cpu_time()
+            _do(*job)
+            del job
+            with self._changed:
+                line.cpu_s += self._cpu_time() - begun_s
+                line.is_running = False
+                if not line.jobs:
+                    self._lines.pop(name, None)
+                self._changed.notify()
+
+    def _next(self) -> Hashable:
+        return min(self._free(), key=lambda name: self._lines[name].rank, default=None)
+
+    def _free(self) -> list[Hashable]:
+        return [name for name, line in self._lines.items() if line.jobs and not line.is_running]
+
+
+def _do(future: "Future[Any]", work: Callable[[], Any]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(work())
+    except BaseException as error:  # noqa: BLE001  it is raised where the result is read
+        future.set_exception(error)
+
+
 class ConstraintCompiler:
     """Over a tokenizer.json. `vocab_size`: of the model, which may exceed the tokenizer's;
-    `eos_token_ids`: allowed where a text is complete; `threads` None: of its own. The matchers of
-    one grammar, such as those of a request's samples, are made one after the other, so that no
-    request has all threads."""
+    `eos_token_ids`: allowed where a text is complete. The matchers of one grammar, such as those of
+    a request's samples, are made one after the other, so that no request has all threads."""
 
     def __init__(
         self,
@@ -223,10 +325,9 @@ class ConstraintCompiler:
         return None if made is None else self._bounded(spec, made)
 
     def _compile_calls(self, spec: ConstraintSpec, rule: CallRule) -> Constraint | None:
-        """Calls are not constrained where their grammar cannot be followed, unless they must be."""
         tokens = self._load()
         call = None if tokens is None else self._constraint(tokens, rule.grammar)
-        if tokens is None or call is None:
+        if tokens is None or call is None:  # then calls are free, unless they must be right
             if rule.is_needed:
                 return None
             return self._bounded(spec, None) or CallConstraint(None, None, self._vocab_size)

@@ -20,8 +20,7 @@ from threading import Condition, Lock
 from typing import Any, NamedTuple
 
 from cadenza.errors import FormNotCheckedError
-from cadenza.text.schemas.grammar import GrammarCheck
-from cadenza.text.schemas.grammar_check import check_grammar
+from cadenza.text.schemas.grammar import GrammarCheck, check_grammar
 from cadenza.text.schemas.schema_check import is_valid
 
 CPU_S = 3.0
@@ -29,21 +28,17 @@ QUICK_CPU_S = 0.25
 """Of a first attempt, for which only grammars of such a size wait; what takes longer is checked
 again by another process."""
 
-WALL_S = 60.0
-"""After that nothing is said about a grammar but that it may be sent again."""
-
+WALL_S = 60.0  # after that nothing is said about a grammar but that it may be sent again
 MEMORY_BYTES = 1 << 30
 MAX_CACHED = 1024
-
 _LENGTH = struct.Struct("<I")
 _NOT_CHECKED = "the structured output could not be checked, since {}; try again soon"
 
-Job = dict[str, Any]
-"""A grammar to check, or a text to validate by a schema."""
+Job = dict[str, Any]  # a grammar to check, or a text to validate by a schema
 
 
 class Checked(NamedTuple):
-    """What a process found, and the seconds of processor time that it took."""
+    """What a process found, and the processor time that it took."""
 
     result: Any
     cpu_s: float
@@ -59,9 +54,8 @@ class OutOfMemoryError(Exception):
 
 class GrammarWorker:
     """Thread-safe. Processes start with the first check and end with this object. `cpu_s`: of the
-    grammars of a request together; `quick_cpu_s`: of a first attempt; `wall_s`: of one check, its
-    wait included; `lanes`: those of first attempts and of further ones; None: of this machine's
-    processes."""
+    grammars of a request together; `quick_cpu_s`: of a first attempt; `wall_s`: of one check with
+    its wait; `lanes`: those of first attempts and of further ones."""
 
     def __init__(
         self,
@@ -79,9 +73,8 @@ class GrammarWorker:
         self._found: OrderedDict[str, Checked] = OrderedDict()
 
     def start_checks(self) -> GrammarCheck:
-        """The check of one request's grammars, which have `cpu_s` together. A grammar that is known
-        counts with the time that it took when it was checked, so that refusals do not depend on
-        earlier requests."""
+        """The check of one request's grammars. One that is known counts with the time that its
+        check took, so that refusals do not depend on earlier requests."""
         left_s = self._cpu_s
 
         def check(grammar: str) -> str | None:
@@ -114,7 +107,6 @@ class GrammarWorker:
             lane.close()
 
     def _checked(self, grammar: str, left_s: float) -> Checked:
-        """Raises OutOfCpuError, OutOfMemoryError, FormNotCheckedError."""
         found = self._cached(grammar)
         if found is not None:
             return found
@@ -125,7 +117,6 @@ class GrammarWorker:
         return found
 
     def _run_twice(self, job: Job, left_s: float) -> Checked:
-        """With little time before all of it."""
         until_s, quick_s = time.monotonic() + self._wall_s, min(self._quick_cpu_s, left_s)
         try:
             return self._run(self._quick, job, quick_s, until_s)
@@ -135,7 +126,6 @@ class GrammarWorker:
             return self._run(self._slow, job, left_s, until_s)
 
     def _run(self, lane: "Lane", job: Job, cpu_s: float, until_s: float) -> Checked:
-        """Waits for the lane's process, and asks it; one that died before is replaced once."""
         with lane.turn(sum(map(len, job.values())), until_s):
             if "grammar" in job:
                 found = self._cached(job["grammar"])  # another thread may have asked meanwhile
@@ -221,8 +211,8 @@ class Lane:
         return Checked(*found)
 
     def ask_alone(self, job: Job, cpu_s: float, until_s: float) -> Checked:
-        """As `ask`, of a process that has done nothing else: it died of this job, unless another
-        has killed it. Raises OutOfMemoryError, FormNotCheckedError."""
+        """As `ask`, of a process that has done nothing else: it died of this job, unless it was
+        killed. Raises OutOfMemoryError, FormNotCheckedError."""
         self.close()
         try:
             return self.ask(job, cpu_s, until_s)
@@ -245,15 +235,12 @@ class Lane:
         return process.returncode
 
 
-_EXIT_S = 5.0
-"""Between a process's last output and its end."""
-
+_EXIT_S = 5.0  # between a process's last output and its end
 _DIED_OF_ITSELF = frozenset({1, -signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS})
 
 
 def _start() -> "subprocess.Popen[bytes]":
-    """A process that has begun to read; none is left running where this raises: EOFError if it does
-    not, OSError if none can start."""
+    # None is left running where this raises.
     process = subprocess.Popen(
         [sys.executable, "-m", "cadenza.text.schemas.grammar_worker"],
         stdin=subprocess.PIPE,
@@ -273,7 +260,7 @@ def _start() -> "subprocess.Popen[bytes]":
 
 
 def _answer_of(process: "subprocess.Popen[bytes]", job: Job, until_s: float) -> bytes | None:
-    """What a process finds; None at the deadline. Raises EOFError or OSError if it has died."""
+    """None at the deadline. Raises EOFError or OSError if the process has died."""
     assert process.stdin is not None
     assert process.stdout is not None
     payload = json.dumps(job).encode()
@@ -283,7 +270,6 @@ def _answer_of(process: "subprocess.Popen[bytes]", job: Job, until_s: float) -> 
 
 
 def _read_frame(descriptor: int, until_s: float) -> bytes | None:
-    """The next frame; None at the deadline. Raises EOFError."""
     length = _read(descriptor, _LENGTH.size, until_s)
     return None if length is None else _read(descriptor, _LENGTH.unpack(length)[0], until_s)
 
@@ -304,8 +290,8 @@ def _read(descriptor: int, count: int, until_s: float) -> bytes | None:
 
 
 def _serve() -> None:
-    """The process's program: an empty frame out; then a frame with a job in, a frame with what was
-    found and its processor time out. A job without end is ended by SIGPROF."""
+    """An empty frame out; then a frame with a job in, a frame with what was found and its processor
+    time out. A job without end is ended by SIGPROF."""
     import resource
 
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))

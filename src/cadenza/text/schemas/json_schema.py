@@ -13,27 +13,20 @@ from urllib.parse import unquote
 
 from cadenza.errors import InvalidRequestError
 from cadenza.structured import JsonStyle
-from cadenza.text.schemas.schema_grammar import SchemaGrammar, library_options
+from cadenza.text.schemas.json_rules import library_options
+from cadenza.text.schemas.schema_grammar import SchemaGrammar
 from cadenza.text.schemas.schema_merge import UnsatisfiableError, UnsupportedSchemaError
 
 NO_TEXT = "no text can satisfy it; loosen what it asks for together"
-
-MAX_DEPTH = 64
-"""Levels of objects and lists within each other; also the bound of request bodies."""
-
-MAX_LEVELS_CHARS = 100_000
-"""Of the rules of all levels of what refers to itself."""
-
+MAX_DEPTH = 64  # levels of objects and lists within each other; also the bound of request bodies
+MAX_LEVELS_CHARS = 100_000  # of the rules of all levels of what refers to itself
 MIN_LEVELS = 2
-
-UNENFORCEABLE = (
+UNENFORCEABLE = (  # keywords that no grammar holds
     *("not", "if", "then", "else", "contains", "minContains", "maxContains"),
     *("dependentSchemas", "dependentRequired", "dependencies", "unevaluatedItems"),
 )
-"""Keywords that no grammar holds."""
 
 _IDENTIFIERS = frozenset({"$id", "id", "$anchor", "$dynamicRef", "$dynamicAnchor"})
-
 _FALLBACK_ONLY = ("uniqueItems", "propertyNames", "unevaluatedProperties")
 """Keywords that the library does not hold, and `SchemaGrammar` does in part."""
 
@@ -49,17 +42,15 @@ _Schema = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JsonGrammar:
-    """`text`: as the grammar library reads it; `unenforced`: keywords that it does not hold;
-    `annotations`: formats that are not followed."""
+    """A schema as the grammar library reads it, and what is not followed."""
 
     text: str
-    unenforced: tuple[str, ...] = ()
-    annotations: tuple[str, ...] = ()
+    unenforced: tuple[str, ...] = ()  # keywords
+    annotations: tuple[str, ...] = ()  # formats
 
 
 def compile_schema(text: str, style: JsonStyle, *, is_strict: bool) -> JsonGrammar:
-    """The grammar of a schema, given as JSON; `is_strict`: refuse a keyword that it does not hold.
-    Raises InvalidRequestError."""
+    """`is_strict`: refuse a keyword that the grammar does not hold. Raises InvalidRequestError."""
     schema = parse_schema(text)
     unenforced: dict[str, None] = {}
     annotations: dict[str, None] = {}
@@ -135,12 +126,12 @@ def _compiled(schema: _Schema | bool, style: JsonStyle, unenforced: dict[str, No
     except UnsupportedSchemaError:
         return _by_the_library(cast(_Schema, schema), style, unenforced)
     unenforced |= left_out
-    return _library().grammar_from_lark(lark)
+    return library().grammar_from_lark(lark)
 
 
 def _bounded(schema: _Schema | bool, style: JsonStyle, make: Callable[[], SchemaGrammar]) -> str:
-    """The grammar, with bounded levels of references within themselves. They are unbounded where
-    the rules of two levels would be too many, or where no text has so few levels."""
+    """With bounded levels of references within themselves, unless the rules of two levels would be
+    too many, or no text has so few levels."""
     compiler = make()
     lark = compiler.compile(schema)
     if style.max_depth is None or not compiler.recursive:
@@ -159,8 +150,8 @@ def _impossible(error: UnsatisfiableError) -> str:
 
 
 def _by_the_library(schema: _Schema, style: JsonStyle, unenforced: dict[str, None]) -> str:
-    """For a schema whose combinations `SchemaGrammar` does not resolve. Blanks stand after commas
-    and colons only, and nothing is bounded that the schema does not bound."""
+    """Blanks stand after commas and colons only, and nothing is bounded that the schema does not
+    bound."""
     overrides = library_options(style)
     for each in [*_subschemas(schema)]:
         for name in _FALLBACK_ONLY:
@@ -170,7 +161,7 @@ def _by_the_library(schema: _Schema, style: JsonStyle, unenforced: dict[str, Non
             overrides |= {"coerce_one_of": True}
             unenforced["oneOf"] = None
     try:
-        return _library().grammar_from_json_schema(
+        return library().grammar_from_json_schema(
             json.dumps(schema, ensure_ascii=False), overrides=overrides
         )
     except ValueError:
@@ -178,7 +169,6 @@ def _by_the_library(schema: _Schema, style: JsonStyle, unenforced: dict[str, Non
 
 
 def _has_identifiers(schema: _Schema) -> bool:
-    """Whether references may be resolved against something else than the whole schema."""
     inner = (each for each in _subschemas(schema) if each is not schema)
     return any(not _IDENTIFIERS.isdisjoint(each) for each in inner)
 
@@ -222,7 +212,7 @@ def _subschemas(schema: _Schema) -> Iterator[_Schema]:
 
 def _check_references(root: _Schema, schema: _Schema, ending: set[str]) -> None:
     """Raises for a reference that leads back to itself with nothing between. `ending`: the
-    references that are known to end; those found here are added, so that each is resolved once."""
+    references that are known to end, to which those found here are added."""
     names: dict[str, None] = {}
     while isinstance(name := schema.get("$ref"), str) and name not in ending:
         if name in names:
@@ -254,7 +244,7 @@ def resolve_reference(root: _Schema, name: str) -> object:
     return found
 
 
-def _library() -> Any:
+def library() -> Any:
     # Imported where a request needs it: most have no structured output.
     from llguidance import LLMatcher
 
@@ -265,34 +255,30 @@ _LEAP_DAY = r"(([0-9]{2}(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26
 _DATE = rf"([0-9]{{4}}-(0[13-9]|1[0-2])-|[0-9]{{4}}-02-([01]|2[0-8])|{_LEAP_DAY})"
 _SECONDS = r"[^:]*:[^:]*:[0-5][0-9](\.[0-9]{1,9})?[zZ+\-]"
 
+# What texts of a format must match as well: the library's own expressions allow second 60 at any
+# minute, 29 February in any year, and any number of digits behind a second.
 FORMAT_PATTERNS: Mapping[str, str] = {
     "date": f"^{_DATE}",
     "time": f"^{_SECONDS}",
     "date-time": f"^{_DATE}{_SECONDS}",
 }
-"""What texts of a format must match as well. The library's own expressions allow second 60 at any
-minute, 29 February in any year, and any number of digits behind a second."""
 
-FORMATS = frozenset(
+FORMATS = frozenset(  # those that are followed; others are annotations, as JSON Schema has it
     "date-time time date duration email hostname ipv4 ipv6 uuid uri unknown".split()
 )
-"""Those that are followed; others are annotations, as JSON Schema has it."""
 
 
 _LOOKS_AROUND = re.compile(r"(?:[^\\]|^)(?:\\\\)*(?:\(\?<?[=!]|\\[1-9bB]|\\k<)")
-
-_DECIMAL = re.compile(
+_DECIMAL = re.compile(  # as pydantic writes decimals: with a digit, or with so many of them
     r"\^\(\?!\^\[-\+\.\]\*\$\)\[\+-\]\?0\*"
     r"(?:\\d\*\\\.\?\\d\*\$"
     r"|\(\?:\\d\{0,(\d+)\}\|\(\?=\[\\d\.\]\{1,(\d+)\}0\*\$\)\\d\{0,(\d+)\}\\\.\\d\{0,(\d+)\}0\*\$\))"
 )
-"""As pydantic writes the texts of decimals: with at least one digit, or with so many of them."""
 
-_EMAIL = re.compile(
+_EMAIL = re.compile(  # as zod writes an address: no point at its begin, and no two in a row
     r"\^\(\?!\\\.\)\(\?!\.\*\\\.\\\.\)\(\[(A-Za-z|A-Z)0-9_'\+\\-\\\.\]\*\)"
     r"\[\1(?:0-9)?_\+-?\\?-\]@\(\[\1(?:0-9)?\]\[\1(?:0-9)?\\-\]\*\\\.\)\+\[\1\]\{2,\}\$"
 )
-"""As zod writes an address: no point at the begin of its first part, and no two in a row."""
 
 
 def narrow_texts(

@@ -28,7 +28,7 @@ class _UndecidedError(Exception):
 
 @dataclass(slots=True, eq=False)
 class _Seen:
-    """The members and items of a value that keywords have looked at."""
+    """What keywords have looked at."""
 
     names: set[str] = field(default_factory=set[str])
     places: set[int] = field(default_factory=set[int])
@@ -48,10 +48,9 @@ def is_valid(text: str, schema: str) -> bool:
 
 _NOT_DECIDED = (
     *(_UndecidedError, UnsupportedSchemaError, InvalidRequestError, ValueError, RecursionError),
+    # what keywords raise whose values are not of the form that they must have
     *(TypeError, AttributeError, LookupError, ArithmeticError),
 )
-"""The second line is what keywords raise whose values are not of the form that they must have: the
-grammar's compiler does not read all of them."""
 
 
 class _Validator:
@@ -75,7 +74,6 @@ class _Validator:
         return seen if all(check(value, given, seen) for check in checks) else None
 
     def _is(self, value: object, schema: object, seen: _Seen | None = None) -> bool:
-        """Whether a value satisfies a schema; what that looks at is added to `seen`."""
         found = self.evaluate(value, schema)
         if found is not None and seen is not None:
             seen.add(found)
@@ -233,8 +231,8 @@ def _is_within(value: float, schema: Schema) -> bool:
     return factor is None or (Fraction(repr(value)) / Fraction(repr(factor))).denominator == 1
 
 
+# Each with what holds of a bound that is within, and of one that is outside.
 _BOUNDS: tuple[tuple[str, Callable[[Any, Any], bool], Callable[[Any, Any], bool]], ...] = (
     ("minimum", operator.ge, operator.gt),
     ("maximum", operator.le, operator.lt),
 )
-"""Each with what holds of a bound that is within, and of one that is outside."""

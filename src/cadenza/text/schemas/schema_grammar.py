@@ -1,27 +1,29 @@
-"""`SchemaGrammar`: a JSON Schema becomes a grammar in Lark's notation; owns where blanks may stand,
-and the bounds of lengths and depths where the schema has none. Invariant: each text of the grammar
-is JSON that satisfies what of the schema was not left out.
-"""
+"""`SchemaGrammar`: a JSON Schema becomes a grammar in Lark's notation; owns the bounds of lengths
+and depths where the schema has none. Invariant: each text of the grammar is JSON that satisfies
+what of the schema was not left out."""
 
 import json
 import math
 import re
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import cast
 
 from cadenza.structured import JsonStyle
-from cadenza.text.schemas.lark_rules import LarkRules
+from cadenza.text.schemas.json_rules import MAX_COUNT, Extra, JsonRules
 from cadenza.text.schemas.schema_merge import (
     COMBINATIONS,
     CONSTRAINTS,
+    MAX_UNIQUE,
     TYPES,
     Schema,
     SchemaMerger,
     UnsatisfiableError,
     UnsupportedSchemaError,
+    are_simple,
     equal,
+    few_values,
+    satisfies_bounds,
     type_of,
     types_of,
 )
@@ -30,59 +32,14 @@ from cadenza.text.schemas.schema_numbers import (
     UnboundedDigitsError,
     number_terminal,
 )
-from cadenza.text.schemas.schema_values import MAX_UNIQUE, few_values, satisfies_bounds
 
-_MAX_FRAMES = 650
-"""Of Python's 1,000 for schemas within each other, references followed."""
-
-_CHAR = r'([^"\\\x00-\x1F\x7F]|\\["\\bfnrt]|\\u00([01][0-9a-fA-F]|7[fF]))'
-_KEY_CHAR = r'([^"\\\x00-\x1F\x7F]|\\["\\bfnrt])'
-"""Of the names of members: each name has one spelling, so that those that are taken are excluded.
-"""
-
+_MAX_FRAMES = 650  # of Python's 1,000 for schemas within each other, references followed
 _NUMBER_IN_BRACES = re.compile(r"(?<=[{,])\d{1,9}(?=[,}])")
-
-_LINE = r"\n( {0,32}|\t{0,8})"
-_ANY_BLANKS = r"[ \n\t]{0,16}"
-_MAX_COUNT = 1 << 31
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Blanks:
-    """Expressions of what may stand behind and before the tokens of JSON."""
-
-    inside: str
-    before_comma: str
-    behind_comma: str
-    behind_colon: str
-
-
-_BLANKS: Mapping[str, _Blanks] = {
-    "usual": _Blanks(
-        inside=f"( |{_LINE})?", before_comma="", behind_comma=f"( |{_LINE})?", behind_colon=" ?"
-    ),
-    "compact": _Blanks(inside="", before_comma="", behind_comma="", behind_colon=""),
-    "any": _Blanks(
-        inside=_ANY_BLANKS,
-        before_comma=_ANY_BLANKS,
-        behind_comma=_ANY_BLANKS,
-        behind_colon=_ANY_BLANKS,
-    ),
-}
-
-
-def library_options(style: JsonStyle) -> dict[str, object]:
-    blanks = _BLANKS[style.whitespace]
-    return {
-        "item_separator": f"{blanks.before_comma},{blanks.behind_comma}",
-        "key_separator": f"{blanks.before_comma}:{blanks.behind_colon}",
-        "whitespace_flexible": False,
-    }
 
 
 class SchemaGrammar:
     """Compiles one schema. `resolve`: the schema that a reference names; it raises
-    UnsupportedSchemaError; `leave_out`: called with the name of a keyword that is not followed."""
+    UnsupportedSchemaError; `leave_out` gets the name of a keyword that is not followed."""
 
     def __init__(
         self,
@@ -98,7 +55,7 @@ class SchemaGrammar:
         self._ignores_siblings = ignores_siblings
         self._given: dict[str, object] = {}  # what is named here
         self._merger = SchemaMerger(resolve, leave_out, ignores_siblings=ignores_siblings)
-        self._lark = LarkRules()
+        self._rules = JsonRules(style)
         # References by their names and levels; those that are being compiled, with whether they
         # are within themselves.
         self._references: dict[tuple[str, int], str] = {}
@@ -106,32 +63,19 @@ class SchemaGrammar:
         self._open: dict[tuple[str, int], bool] = {}
         self._most_levels: int | None = None
         self._level = self._num_frames = 0
+        # References within themselves, as far as they were compiled without levels.
         self.recursive: dict[str, object] = {}
-        """References within themselves, as far as they were compiled without levels: their names
-        and schemas."""
         self._free: dict[int, str] = {}
-        blanks = _BLANKS[style.whitespace]
-        made = {
-            "OPEN": rf"/\{{{blanks.inside}/",
-            "CLOSE": rf"/{blanks.inside}\}}/",
-            "EMPTY": rf"/\{{{blanks.inside}\}}/",
-            "LIST": rf"/\[{blanks.inside}/",
-            "END": rf"/{blanks.inside}\]/",
-            "NONE": rf"/\[{blanks.inside}\]/",
-            "COMMA": f"/{blanks.before_comma},{blanks.behind_comma}/",
-            "COLON": f"/{blanks.before_comma}:{blanks.behind_colon}/",
-        }
-        self._lark.bodies.update(made)
 
     def compile(self, schema: object) -> str:
-        """The grammar. Raises UnsatisfiableError or UnsupportedSchemaError."""
-        return self._lark.text_from(self._value(schema))
+        """Raises UnsatisfiableError or UnsupportedSchemaError."""
+        return self._rules.text_from(self._value(schema))
 
     def compile_levels(self, schema: object, recursive: Schema, most_levels: int) -> str:
-        """As `compile`, with at most `most_levels` of each reference of `recursive` within itself.
-        Each level has rules of its own, and on the last one what refers to itself once more is left
-        out as if it were false. The last level is compiled first, so that levels are not nested in
-        each other here."""
+        """As `compile`, with at most `most_levels` of each reference of `recursive` within itself:
+        each level has rules of its own, and on the last one what refers to itself once more is left
+        out as if it were false. The last is compiled first, so that levels are not nested in each
+        other here."""
         self._most_levels = most_levels
         self._given |= recursive
         for self._level in reversed(range(1, most_levels)):
@@ -140,10 +84,9 @@ class SchemaGrammar:
                     self._reference(name)
         self._level = 0
         self._open["#", 0] = False
-        return self._lark.text_from(self._value(schema))
+        return self._rules.text_from(self._value(schema))
 
     def _value(self, schema: object) -> str:
-        """The name of a rule or terminal. Raises UnsatisfiableError."""
         self._merger.spend()
         if self._is_narrowed(schema):
             # By its text, since what it merges to may have it again.
@@ -165,9 +108,9 @@ class SchemaGrammar:
             raise problem
         if len(bodies) == 1:
             (body,) = bodies
-            if body in self._lark.bodies:
+            if body in self._rules.bodies:
                 return body
-        return self._lark.rule(" | ".join(bodies))
+        return self._rules.rule(" | ".join(bodies))
 
     @contextmanager
     def _nested(self, num_frames: int) -> Generator[None]:
@@ -190,8 +133,8 @@ class SchemaGrammar:
 
     def _typed(self, schema: Schema) -> list[str]:
         make: dict[str, Callable[[Schema], str]] = {
-            "null": lambda _: self._lark.terminal('"null"'),
-            "boolean": lambda _: self._lark.terminal("/true|false/"),
+            "null": lambda _: self._rules.terminal('"null"'),
+            "boolean": lambda _: self._rules.terminal("/true|false/"),
             "integer": lambda each: self._number(each, is_integer=True),
             "number": lambda each: self._number(each, is_integer=False),
             "string": self._string,
@@ -227,10 +170,10 @@ class SchemaGrammar:
                 self._open[place] = True
                 self.recursive[name] = self._target(name)
             return self._references[place]
-        self._references[place] = rule = self._lark.new_rule()
+        self._references[place] = rule = self._rules.new_rule()
         self._open[place] = False
         try:
-            self._lark.bodies[rule] = self._value(self._target(name))
+            self._rules.bodies[rule] = self._value(self._target(name))
         except UnsatisfiableError:
             self._impossible.add(place)
             if self._open[place]:  # rules that are kept may have it
@@ -244,7 +187,6 @@ class SchemaGrammar:
         return self._given[name] if name in self._given else self._resolve(name)
 
     def _next_level(self, name: str, most_levels: int) -> str:
-        """A reference within itself. Raises UnsatisfiableError on the last level."""
         if self._level + 1 == most_levels:
             raise UnsatisfiableError
         self._level += 1
@@ -256,34 +198,23 @@ class SchemaGrammar:
     def _enum(self, schema: Schema) -> list[str]:
         beside = {name: value for name, value in schema.items() if name != "enum"}
         given = cast(list[object], schema["enum"])
+        if given and not are_simple(beside):
+            raise UnsupportedSchemaError
         values = [each for each in given if satisfies_bounds(each, beside)]
         scalars = [each for each in values if type_of(each) not in ("array", "object")]
         others = [each for each in values if type_of(each) in ("array", "object")]
-        found = [self._literal(each) for each in others]
+        found = [self._rules.literal(each) for each in others]
         if scalars:
-            found.append(self._lark.terminal(" | ".join(_quoted(_json(each)) for each in scalars)))
+            found.append(self._rules.one_of(scalars))
         if not found:
             raise UnsatisfiableError
         return found
-
-    def _literal(self, value: object) -> str:
-        if isinstance(value, list):
-            items = [self._literal(each) for each in cast(list[object], value)]
-            return f"LIST {' COMMA '.join(items)} END" if items else "NONE"
-        if isinstance(value, dict):
-            members = cast(dict[str, object], value).items()
-            parts = [f"{self._name(name)} {self._literal(each)}" for name, each in members]
-            return f"OPEN {' COMMA '.join(parts)} CLOSE" if parts else "EMPTY"
-        return self._lark.terminal(_quoted(_json(value)))
-
-    def _name(self, name: str) -> str:
-        return self._lark.terminal(f"{_quoted(_json(name))} COLON")
 
     def _number(self, schema: Schema, *, is_integer: bool) -> str:
         if "multipleOf" in schema:
             return self._library_number(schema, is_integer=is_integer)
         try:
-            return self._lark.terminal(number_terminal(schema, is_integer=is_integer))
+            return self._rules.terminal(number_terminal(schema, is_integer=is_integer))
         except EmptyRangeError:
             raise UnsatisfiableError from None
         except UnboundedDigitsError:
@@ -300,7 +231,7 @@ class SchemaGrammar:
 
     def _library(self, schema: Schema) -> str:
         options = {"whitespace_flexible": False}
-        return self._lark.rule(f"%json {json.dumps({**schema, 'x-guidance': options})}")
+        return self._rules.rule(f"%json {json.dumps({**schema, 'x-guidance': options})}")
 
     def _string(self, schema: Schema) -> str:
         patterns, formats = schema.get("pattern", ()), schema.get("format", ())
@@ -311,10 +242,10 @@ class SchemaGrammar:
         if most is not None and least > most:
             raise _contradiction("minLength", least, "maxLength", most)
         if not patterns and not formats:
-            return self._lark.terminal(rf'/"{_CHAR}{_count(least, most)}"/')
+            return self._rules.text(least, most)
         given: Schema = {"type": "string"}
         given |= {"minLength": least} if least else {}
-        given |= {"maxLength": most} if most is not None and most < _MAX_COUNT else {}
+        given |= {"maxLength": most} if most is not None and most < MAX_COUNT else {}
         conditions = [{"pattern": each} for each in patterns]
         conditions += [{"format": each} for each in formats]
         if len(conditions) == 1:
@@ -326,31 +257,23 @@ class SchemaGrammar:
         if most is None:
             depth = 0
         if depth not in self._free:
-            self._free[depth] = rule = self._lark.new_rule()
+            self._free[depth] = rule = self._rules.new_rule()
             scalars = [name for name in TYPES if name not in ("array", "object")]
             bodies = self._typed({"type": scalars})
             if most is None or depth < most:
                 inner = self._any(depth + 1)
-                bodies += [self._repeated(inner, 0, self._most_items(0)), self._free_object(inner)]
+                most_items = self._most_items(0)
+                bodies.append(self._rules.repeated(inner, 0, most_items))
+                member = f"{self._rules.other_name(())} {inner}"
+                bodies.append(self._rules.object_of([], Extra(member, 0, most_items)))
             else:
                 bodies += ["NONE", "EMPTY"]
-            self._lark.bodies[rule] = " | ".join(bodies)
+            self._rules.bodies[rule] = " | ".join(bodies)
         return self._free[depth]
-
-    def _free_object(self, value: str) -> str:
-        member = f"{self._key(())} {value}"
-        return self._joined([], (member, 0, self._most_items(0)))
 
     def _most_items(self, least: int) -> int | None:
         most = self._style.max_items
         return None if most is None else max(most, least)
-
-    def _repeated(self, item: str, least: int, most: int | None) -> str:
-        if most == 0:
-            return self._lark.rule("NONE")
-        more = _times(f"COMMA {item}", max(least - 1, 0), None if most is None else most - 1)
-        body = f"LIST {item} {more} END"
-        return self._lark.rule(body if least else f"NONE | {body}")
 
     def _array(self, schema: Schema) -> str:
         prefix = cast(list[object], schema.get("prefixItems", []))
@@ -373,21 +296,8 @@ class SchemaGrammar:
         if most is not None and least > most:
             raise _contradiction("minItems", least, "items that may be", most)
         if not items:
-            return "NONE" if rest is None else self._repeated(rest, least, most)
-        return self._tuple(items, rest, least, most)
-
-    def _tuple(self, items: Sequence[str], rest: str | None, least: int, most: int | None) -> str:
-        count = len(items)
-        tail = ""
-        if rest is not None and most != count:
-            more = None if most is None else most - count
-            tail = _times(f"COMMA {rest}", max(least - count, 0), more)
-        for place in range(count - 1, 0, -1):
-            tail = f"COMMA {items[place]} {tail}"
-            if place >= least:
-                tail = f"({self._lark.rule(tail)})?"
-        body = f"LIST {items[0]} {tail} END"
-        return self._lark.rule(body if least else f"NONE | {body}")
+            return "NONE" if rest is None else self._rules.repeated(rest, least, most)
+        return self._rules.tuple_of(items, rest, least, most)
 
     def _unique(self, schema: Schema, least: int, most: int | None) -> str | None:
         values = self._values(schema.get("items", True))
@@ -396,19 +306,7 @@ class SchemaGrammar:
         most = len(values) if most is None else min(most, len(values))
         if least > most:
             raise UnsatisfiableError
-        items = [self._lark.rule(self._literal(each)) for each in values]
-        name = self._lark.new_rule()
-        self._lark.parametric.add(name)
-        few = f"bit_count_lt(_, {most})"
-        is_clear = "bit_clear({})" if most == len(items) else f"and(bit_clear({{}}), {few})"
-        chosen = [
-            f"COMMA {item} {name}::set_bit({bit}) %if {is_clear.format(bit)}"
-            for bit, item in enumerate(items)
-        ]
-        self._lark.bodies[name] = "\n | ".join([f'"" %if bit_count_ge(_, {least})', *chosen])
-        first = " | ".join(f"{item} {name}::{1 << bit:#x}" for bit, item in enumerate(items))
-        body = f"LIST ({first}) END"
-        return self._lark.rule(body if least else f"NONE | {body}")
+        return self._rules.distinct(values, least, most)
 
     def _values(self, schema: object) -> list[object] | None:
         found: list[object] = []
@@ -435,7 +333,7 @@ class SchemaGrammar:
                 if is_required:
                     raise
                 continue
-            members.append((f"{self._name(name)} {value}", is_required))
+            members.append((f"{self._rules.name(name)} {value}", is_required))
         rest = "properties" not in schema if said is None else said
         extra = self._extra(schema, rest, [*given, *required])
         return self._counted(schema, members, extra)
@@ -456,12 +354,12 @@ class SchemaGrammar:
             if most is not None and (extra is not None or count > most):
                 self._leave_out("maxProperties")
             many = self._most_items(0)
-            found = None if extra is None else (extra, 0, many)
-            return self._joined(members, found, is_filled=least > 0)
+            found = None if extra is None else Extra(extra, 0, many)
+            return self._rules.object_of(members, found, is_filled=least > 0)
         if extra is None:
-            return self._joined(members, None)
+            return self._rules.object_of(members, None)
         many = self._most_items(few) if most is None else most - num_required
-        return self._joined(members, (extra, few, many))
+        return self._rules.object_of(members, Extra(extra, few, many))
 
     def _named_members(self, schema: Schema) -> Schema:
         """Names that `propertyNames` lists become properties; others it may only narrow."""
@@ -496,7 +394,7 @@ class SchemaGrammar:
         elif "propertyNames" in schema:
             key = self._key_of(schema["propertyNames"])
         else:
-            key = self._key(taken)
+            key = self._rules.other_name(taken)
         try:
             return f"{key} {self._value(rest)}"
         except UnsatisfiableError:
@@ -505,62 +403,12 @@ class SchemaGrammar:
     def _key_of(self, schema: Schema) -> str:
         return f"{self._string({**schema, 'type': 'string'})} COLON"
 
-    def _key(self, taken: Iterable[str]) -> str:
-        count = _count(0, self._style.max_string)
-        body = rf'/"{_KEY_CHAR}{count}"/'
-        excluded = " | ".join(_quoted(_json(name)) for name in taken)
-        if excluded:
-            body += f" & ~({excluded})"
-        return f"{self._lark.terminal(body)} COLON"
-
-    def _joined(
-        self,
-        members: Sequence[tuple[str, bool]],
-        extra: tuple[str, int, int | None] | None,
-        *,
-        is_filled: bool = False,
-    ) -> str:
-        tail = first_extra = ""
-        if extra is not None and extra[2] != 0:
-            member, least, most = extra
-            tail = _times(f"COMMA {member}", least, most)
-            more = _times(f"COMMA {member}", max(least - 1, 0), None if most is None else most - 1)
-            first_extra = f"{member} {more}"
-        firsts = [first_extra] if first_extra else []
-        may_be_empty = not is_filled and (extra is None or extra[1] == 0)
-        for member, is_required in reversed(members):
-            begin = f"{member} {tail}"
-            firsts = [begin] if is_required else [begin, *firsts]
-            may_be_empty &= not is_required
-            optional = f"(COMMA {member})? {tail}"
-            tail = f"COMMA {begin}" if is_required else self._lark.rule(optional)
-        bodies = [f"OPEN {each} CLOSE" for each in firsts]
-        return self._lark.rule(" | ".join(["EMPTY", *bodies] if may_be_empty else bodies))
-
 
 def _contradiction(name: str, least: int, other: str, most: int) -> UnsatisfiableError:
     return UnsatisfiableError(f"{name} ({least}) is greater than {other} ({most})")
 
 
 def _longest_count(patterns: Iterable[str]) -> int:
-    """What the repetitions of patterns come to at most, where all of them are within each other."""
+    """Of the repetitions of patterns, where all of them are within each other."""
     counts = [int(each) for text in patterns for each in _NUMBER_IN_BRACES.findall(text)]
     return math.prod(each for each in counts if each)
-
-
-def _count(least: int, most: int | None) -> str:
-    if most is None or most >= _MAX_COUNT:
-        return f"{{{least},}}" if least else "*"
-    return f"{{{least},{most}}}"
-
-
-def _times(part: str, least: int, most: int | None) -> str:
-    return "" if most == 0 else f"({part}){_count(least, most)}"
-
-
-def _json(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", r"\u007f")
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)

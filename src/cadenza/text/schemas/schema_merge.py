@@ -3,6 +3,7 @@ together they allow what the schema allows, or less where its `oneOf` and `uneva
 are read as their branches say.
 """
 
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -10,17 +11,14 @@ Schema = dict[str, Any]
 """A schema that is an object; true is {}, and false raises UnsatisfiableError."""
 
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
-
-CONSTRAINTS: frozenset[str] = frozenset(
+CONSTRAINTS: frozenset[str] = frozenset(  # of one alternative; `COMBINATIONS` are resolved
     "type enum const minLength maxLength pattern format minimum maximum exclusiveMinimum "
     "exclusiveMaximum multipleOf items additionalItems prefixItems minItems maxItems uniqueItems "
     "properties additionalProperties patternProperties required minProperties maxProperties "
     "propertyNames".split()
 )
-"""Keywords that one alternative may have; those of `COMBINATIONS` are resolved."""
 
 COMBINATIONS = ("$ref", "allOf", "anyOf", "oneOf")
-
 _NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _MAY_BE_BOOLEAN = ("exclusiveMinimum", "exclusiveMaximum")
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
@@ -34,11 +32,8 @@ _VALUE_TYPES: Mapping[str, type | tuple[type, ...]] = {
 }
 
 MAX_ALTERNATIVES = 256
-MAX_WORK = 100_000
-"""Schemas looked at and members merged: a few tenths of a second."""
-
-MAX_DEPTH = 32
-"""Of references and combinations within each other; `disjoint` goes less deep."""
+MAX_WORK = 100_000  # schemas looked at and members merged: a few tenths of a second
+MAX_DEPTH = 32  # of references and combinations within each other; `disjoint` goes less deep
 
 
 class UnsatisfiableError(Exception):
@@ -51,7 +46,7 @@ class UnsupportedSchemaError(Exception):
 
 class SchemaMerger:
     """Resolves within one schema. `resolve`: the schema that a reference names; it raises
-    UnsupportedSchemaError; `leave_out`: called with the name of a keyword that is not followed;
+    UnsupportedSchemaError; `leave_out` gets the name of a keyword that is not followed;
     `ignores_siblings`: of a `$ref`, as in drafts before 2019-09."""
 
     def __init__(
@@ -67,7 +62,7 @@ class SchemaMerger:
         self._work = 0
 
     def spend(self, work: int = 1) -> None:
-        """Counts what was done. Raises UnsupportedSchemaError where it is too much."""
+        """Raises UnsupportedSchemaError where too much was done."""
         self._work += work
         if self._work > MAX_WORK:
             raise UnsupportedSchemaError
@@ -213,7 +208,7 @@ class SchemaMerger:
 
 
 def types_of(schema: Schema) -> set[str]:
-    """The types that a schema names, or all; number stands beside integer where both may be."""
+    """Those that a schema names, or all; integer stands beside number where both may be."""
     given = schema.get("type")
     if given is None:
         return set(TYPES)
@@ -290,7 +285,6 @@ def _constraints(schema: Schema) -> Schema:
 
 
 def _is_well_formed(name: str, value: object) -> bool:
-    """Whether the value of a keyword has its type; the library names one that has not."""
     if name in _NUMBERS:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         return is_number or (isinstance(value, bool) and name in _MAY_BE_BOOLEAN)
@@ -387,3 +381,55 @@ _MERGES: dict[str, Callable[[Any, Any], Any]] = {
     "uniqueItems": lambda one, other: one or other,
     **dict.fromkeys(("items", "additionalProperties", "propertyNames"), _both),
 }
+
+
+MAX_UNIQUE = 64  # values of the items of a list without repetition: bits of a rule's parameter
+
+_BOUNDS: Mapping[str, Callable[[Any, Any], bool]] = {
+    "minLength": operator.ge,
+    "maxLength": operator.le,
+    "minimum": operator.ge,
+    "maximum": operator.le,
+    "exclusiveMinimum": operator.gt,
+    "exclusiveMaximum": operator.lt,
+}
+
+
+def are_simple(beside: Schema) -> bool:
+    """Whether what stands beside an enum is types and bounds, none of them as draft 4 has it."""
+    has_booleans = any(isinstance(each, bool) for each in beside.values())
+    return _BOUNDS.keys() >= beside.keys() - {"type"} and not has_booleans
+
+
+def satisfies_bounds(value: object, schema: Schema) -> bool:
+    """Whether a value is of the types and within the bounds; nothing else is looked at."""
+    if not is_of_type(value, types_of(schema)):
+        return False
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    for name, is_met in _BOUNDS.items():
+        measured: object = value if is_number else None
+        if name.endswith("Length"):
+            measured = len(value) if isinstance(value, str) else None
+        bound = schema.get(name)
+        if measured is None or isinstance(bound, bool | None):
+            continue
+        if not is_met(measured, bound):
+            return False
+    return True
+
+
+def few_values(schema: Schema) -> list[object] | None:
+    if "enum" in schema:
+        return [each for each in schema["enum"] if is_of_type(each, types_of(schema))]
+    types = types_of(schema)
+    if types <= {"null", "boolean"}:
+        return [
+            *([None] if "null" in types else []),
+            *([False, True] if "boolean" in types else []),
+        ]
+    low, high = schema.get("minimum"), schema.get("maximum")
+    bounds = {"exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
+    if types != {"integer"} or low is None or high is None or bounds & schema.keys():
+        return None
+    first, last = -int(-low // 1), int(high // 1)
+    return list(range(first, last + 1)) if last - first < MAX_UNIQUE else None

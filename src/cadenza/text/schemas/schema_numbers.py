@@ -9,14 +9,11 @@ from decimal import Decimal
 from typing import Any
 
 INT_DIGITS = 19
-FRACTION_DIGITS = 17
-"""At most so many, and as many as the schema's bounds have."""
-
+FRACTION_DIGITS = 17  # at most so many, and as many as the schema's bounds have
 _EXPONENT = r"[eE](\+?([0-9]{1,2}|1[0-9]{2}|2[0-8][0-9])|-[0-9]{1,3})"
 """With 19 digits before it, a number of at most 1e308: none is infinite where it is read."""
 
-_MAX_DIGITS = 400
-"""Of a bound itself, which may be written as 1e300."""
+_MAX_DIGITS = 400  # of a bound itself, which may be written as 1e300
 
 
 class UnboundedDigitsError(ValueError):
@@ -28,7 +25,7 @@ class EmptyRangeError(ValueError):
 
 
 def number_terminal(schema: Mapping[str, Any], *, is_integer: bool) -> str:
-    """The body of a terminal. Raises EmptyRangeError or UnboundedDigitsError."""
+    """Raises EmptyRangeError or UnboundedDigitsError."""
     low, is_low_open = _bound(schema, "minimum", "exclusiveMinimum", max)
     high, is_high_open = _bound(schema, "maximum", "exclusiveMaximum", min)
     if low is not None and high is not None:
@@ -85,8 +82,7 @@ def _has_integer(low: Decimal, high: Decimal, is_low_open: bool, is_high_open: b
 
 
 def _digits(number: Decimal) -> tuple[str, str]:
-    """Of the absolute value: those before the point, and those after it up to the last that is not
-    0."""
+    """Before the point, and after it up to the last that is not 0."""
     whole, _, fraction = f"{abs(number):f}".partition(".")
     return whole.lstrip("0") or "0", fraction.rstrip("0")
 

@@ -4,8 +4,7 @@ Modules:
 
 - `chat`: chat templates
 - `sandbox`, `bounds`: the limits under which a template runs
-- `stable_prompts`: system prompts without the lines that agents change from call to call
-- `message_forms`: forms of a conversation for templates that refuse the given one
-- `harmony_messages`: the form of a conversation that gpt-oss's template has room for
+- `message_forms`: forms of a conversation for templates that refuse the given one, and without the
+  lines that agents change from call to call
 - `notices`: log lines that are written once
 """

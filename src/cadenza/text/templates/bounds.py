@@ -15,19 +15,18 @@ MAX_ITEMS = 1_000_000
 MAX_NODES = 200_000
 MAX_PADDED_WIDTH = 4096
 MAX_BITS = 4096
-
 _SIZED: tuple[type[Sized], ...] = (str, list, tuple)
 _LARGE_WIDTH = re.compile(r"\d{5,}|%[^a-zA-Z%]*\*")
 
 
 class BoundExceededError(Exception):
-    """A limit was exceeded; the argument is a phrase such as "over 10 items"."""
+    """The argument is a phrase such as "over 10 items"."""
 
 
 @dataclass(slots=True, eq=False)
 class Budget:
-    """Time, steps and characters used by one rendering. `clock` and `deadline`: seconds of the
-    thread's processor time, so that refusals do not depend on what else the machine does."""
+    """Of one rendering. `clock`, `deadline`: seconds of the thread's processor time, so that
+    refusals do not depend on what else the machine does."""
 
     clock: Callable[[], float]
     deadline: float
@@ -43,8 +42,7 @@ class Budget:
             raise BoundExceededError(f"over {MAX_SECONDS:g} seconds of processor time")
 
     def charge(self, result: object) -> None:
-        """Adds a result's characters: a string's length, 8 for each item of a list. Raises
-        BoundExceededError."""
+        """Adds a result's characters, 8 for each item of a list. Raises BoundExceededError."""
         if isinstance(result, str):
             self.num_chars += len(result)
         elif isinstance(result, list):
@@ -63,9 +61,8 @@ def check_chars(num_chars: int) -> None:
 
 
 def measure(value: object) -> int:
-    """An upper bound of `len(str(value))` for JSON types, without building the string: a list that
-    holds another list many times is small in memory but large as text. Raises BoundExceededError.
-    """
+    """An upper bound of `len(str(value))` for JSON types: a list that holds another list many times
+    is small in memory but large as text. Raises BoundExceededError."""
     num_chars = 0
     pending = [value]
     for _ in range(MAX_NODES):

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 MAX_TEMPLATE_CHARS = 1 << 20
 MAX_DEPTH = 64
 MAX_OPTION_CHARS = 4096
-
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 _ROLES = frozenset(
     "assistant context control developer documents environment function ipython model observation "
@@ -31,7 +30,7 @@ _NO_OPTIONS = frozenset({"messages", "tools", "documents", "add_generation_promp
 
 
 class TokenizerSettings(Protocol):
-    """The part of `checkpoint.tokenizer_files.TokenizerFiles` that chat templates need."""
+    """What chat templates need of `TokenizerFiles`."""
 
     @property
     def chat_templates(self) -> Mapping[str, str]: ...
@@ -41,24 +40,16 @@ class TokenizerSettings(Protocol):
 
 
 class HasTokenizerSettings(Protocol):
-    """The part of a checkpoint that chat templates need."""
+    """What chat templates need of a checkpoint."""
 
     @property
     def tokenizer(self) -> TokenizerSettings: ...
 
 
 class ChatTemplate:
-    """A compiled chat template with its fixed variables.
-
-    Args:
-        source: Jinja source.
-        variables: strings such as bos_token and eos_token.
-        tools_source: used instead of `source` when tools are given.
-        now: the clock behind `strftime_now`.
-
-    Raises:
-        CheckpointError: the source is too large or not valid Jinja.
-    """
+    """A compiled chat template with its fixed `variables`, such as bos_token. `tools_source`: used
+    instead of `source` when tools are given; `now`: the clock behind `strftime_now`. Raises
+    CheckpointError: the source is too large or not valid Jinja."""
 
     __slots__ = ("_template", "_tools_template", "_variables", "source")
 
@@ -101,7 +92,7 @@ class ChatTemplate:
 
     @property
     def options(self) -> frozenset[str]:
-        """Additional variables that the template reads, such as `enable_thinking`."""
+        """The further variables that the template reads, such as `enable_thinking`."""
         read = self._template.variables | self._tools_template.variables
         return read - _NO_OPTIONS - self._variables.keys()
 
@@ -114,19 +105,11 @@ class ChatTemplate:
         **options: object,
     ) -> MarkedText:
         """The prompt text. It contains its special tokens: encode it without adding more.
-
-        Args:
-            messages: objects with a role and content, at least one.
-            tools: tool definitions; None for none.
-            add_generation_prompt: end with the header of an assistant message.
-            continue_final_message: end within the last message, so that the model continues it.
-            options: `documents`, a list of objects, and scalars for the `options` property's names.
-
-        Raises:
-            InvalidRequestError: an option is unknown, or the template rejects the messages or
-                fails on them.
-            CheckpointError: the template uses something that the sandbox does not allow.
-        """
+        `continue_final_message`: end within the last message, so that the model continues it;
+        `options`: `documents`, a list of objects, and scalars for the names of the property
+        `options`. Raises InvalidRequestError: an option is unknown, or the template rejects the
+        messages or fails on them; raises CheckpointError: it uses something that the sandbox does
+        not allow."""
         documents = options.pop("documents", None)
         self._check_options(options)
         if not isinstance(messages, list | tuple):
@@ -186,7 +169,7 @@ class ChatTemplate:
 
 
 class _OpenEnding:
-    """Cuts a rendering at the end of the last message's text, found by a marker appended to it."""
+    """Cuts a rendering at the end of the last message's text, where a marker was appended."""
 
     __slots__ = ("_last_text", "_mark")
 
@@ -268,7 +251,7 @@ def plain_objects(values: object, name: str) -> list[dict[str, object]] | None:
 
 
 def _plain(value: object, depth: int = 0) -> object:
-    """Rebuilds `value` from JSON types, so that a template cannot call methods of other types."""
+    # Of other types a template could call methods.
     if depth > MAX_DEPTH:
         raise InvalidRequestError(
             f"messages are nested over {MAX_DEPTH} deep; flatten them", param="messages"

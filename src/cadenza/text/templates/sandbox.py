@@ -42,9 +42,7 @@ from cadenza.text.tokens.provenance import (
 )
 
 MAX_REASON_CHARS = 500
-
-BUDGET = "budget of this rendering"
-"""The budget's key in the context; not an identifier, so no template can refer to it."""
+BUDGET = "budget of this rendering"  # no identifier, so that no template can refer to it
 
 # Names of filters for `_Instrument` alone: no template can name them, as they are no identifiers.
 _COUNTED = "counted iterable"
@@ -52,14 +50,12 @@ _CONCATENATED = "concatenated parts"
 _KEPT = "kept block"
 _MEASURED = "measured operand"
 _OWN = "own constant"
-
 _REMOVED_GLOBALS = ("lipsum",)
 _REMOVED_FILTERS = ("urlize", "xmlattr", "pprint", "random", "filesizeformat", "wordwrap")
-_SHALLOW_FILTERS = frozenset(
+_SHALLOW_FILTERS = frozenset(  # those that do not read nested members are not measured
     "abs attr count d default first float int items kept last length list map reject rejectattr "
     "reverse select selectattr".split()
 )
-"""Filters that do not read nested members, so that their input need not be measured."""
 
 _WIDTH_FILTERS = frozenset({"center", "batch", "slice", "truncate", "round"})
 _WIDTH_METHODS = frozenset({"center", "ljust", "rjust", "zfill", "expandtabs"})
@@ -68,7 +64,7 @@ Filter = Callable[..., Any]
 
 
 class _RefusedError(Exception):
-    """The template itself called `raise_exception`; the argument is its message."""
+    """The template itself called `raise_exception` with the argument."""
 
 
 class BoundedTemplate:
@@ -76,8 +72,7 @@ class BoundedTemplate:
 
     __slots__ = ("_clock", "_template", "variables")
 
-    variables: frozenset[str]
-    """Names that the template reads but does not define."""
+    variables: frozenset[str]  # names that the template reads but does not define
 
     def __init__(
         self,
@@ -104,12 +99,9 @@ class BoundedTemplate:
             ) from error
 
     def render(self, variables: Mapping[str, object]) -> MarkedText:
-        """The rendered text, with the characters of the template's source marked.
-
-        Raises:
-            InvalidRequestError: the template rejects the variables, fails, or exceeds its budget.
-            CheckpointError: the template uses something that the sandbox does not allow.
-        """
+        """With the characters of the template's source marked. Raises InvalidRequestError: the
+        template rejects the variables, fails, or exceeds its budget; raises CheckpointError: it
+        uses something that the sandbox does not allow."""
         try:
             return self._collect({**variables, BUDGET: start_budget(self._clock)})
         except _RefusedError as refusal:
@@ -151,9 +143,7 @@ def _template_error(reason: str) -> InvalidRequestError:
 
 
 class _BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """An immutable sandbox as transformers has it: block trimming, loop controls, `tojson`,
-    `strftime_now`, `raise_exception`, `generation` blocks; with calls counted and result sizes
-    checked."""
+    """A sandbox as transformers has it, with calls counted and result sizes checked."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
@@ -180,23 +170,20 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
         return result
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Hides the attributes that `MarkedText` has beyond those of `str`."""
-        if isinstance(obj, MarkedText) and not hasattr(str, attr):
+        if isinstance(obj, MarkedText) and not hasattr(str, attr):  # what `str` has not
             return False
         return super().is_safe_attribute(obj, attr, value)
 
     @staticmethod
     def concat(parts: Iterable[str]) -> MarkedText:
-        """Joins the parts of a block; called by Jinja."""
         parts = list(parts)
         check_chars(sum(map(len, parts)))
         return _join_emitted(parts)
 
 
 class _Instrument(NodeTransformer):
-    """Counts or measures what can be slow without a call: iterables of loops, operands of `~`, text
-    of set blocks, operands of comparisons. Marks string constants, except subscripts, as the
-    template's."""
+    """Counts or measures what can be slow without a call; marks string constants, except
+    subscripts, as the template's."""
 
     def visit_Const(self, node: nodes.Const) -> nodes.Node:
         is_text = isinstance(node.value, str)
@@ -354,7 +341,6 @@ def _own_filter() -> Filter:
 
 
 def _as_marked(value: Any) -> Any:
-    """A plain string as `MarkedText` without marks, so that `_join_emitted` does not mark it."""
     is_plain = isinstance(value, str) and not isinstance(value, MarkedText)
     return MarkedText(value) if is_plain else value
 
@@ -366,7 +352,7 @@ def _emit(value: Any) -> MarkedText:
 
 
 def _join_emitted(parts: Iterable[str]) -> MarkedText:
-    """Joins Jinja's output; plain strings in it are the template text outside `{{ }}`."""
+    # Plain strings in Jinja's output are the template's text outside `{{ }}`.
     return join_marked(parts, is_plain_own=True)
 
 

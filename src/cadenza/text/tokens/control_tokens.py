@@ -15,19 +15,17 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as NativeTokenizer
 
 _SPACE_MARK = "▁"
-_UNKNOWN = "\ufdd0"
-"""A Unicode noncharacter, which no vocabulary contains."""
+_UNKNOWN = "\ufdd0"  # a Unicode noncharacter, which no vocabulary contains
 
 
 class ControlTokens:
     """The special tokens, and all other added tokens but ordinary text: those of only letters,
-    digits and white space. `content_of`: token id to text; `unknown_ids`: those that the model
-    emits for unknown characters."""
+    digits and white space."""
 
     __slots__ = ("content_of", "unknown_ids")
 
-    content_of: dict[int, str]
-    unknown_ids: set[int]
+    content_of: dict[int, str]  # token id to text
+    unknown_ids: set[int]  # those that the model emits for unknown characters
 
     def __init__(self, native: "NativeTokenizer") -> None:
         added = native.get_added_tokens_decoder()
@@ -55,8 +53,7 @@ class ControlTokens:
         )
 
     def positions(self, encoding: "Encoding") -> list[int]:
-        """Indices of the control tokens in an encoding that come from its text: not those that the
-        tokenizer adds around the text and those for unknown characters."""
+        """Indices of the control tokens in an encoding that come from its text."""
         ids = encoding.ids
         if self.content_of.keys().isdisjoint(ids):
             return []
@@ -94,9 +91,8 @@ class ControlTokens:
 
 class RenamedControls:
     """A copy of a tokenizer in which control tokens have unguessable names, which `rename` inserts
-    where the template wrote the tokens; everything else, such as a control token that a user
-    spelled, is encoded as text. Raises InvalidRequestError where they cannot be renamed in this
-    tokenizer."""
+    where the template wrote the tokens; everything else is encoded as text. Raises
+    InvalidRequestError where they cannot be renamed."""
 
     __slots__ = ("_name_of", "_pattern", "_uncounted", "native")
 
@@ -157,7 +153,6 @@ def _rename_added_tokens(described: dict[str, Any], name_of: dict[str, str]) -> 
 
 
 def _rename_pieces(model: dict[str, Any], name_of: dict[str, str]) -> None:
-    """Renames the tokens in the model's vocabulary, through which text could reach them too."""
     vocab = model.get("vocab")
     if isinstance(vocab, dict):
         pieces = cast(dict[str, int], vocab)

@@ -10,14 +10,12 @@ from functools import reduce
 from typing import Protocol
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-
 _BYTE_TOKEN = re.compile(r"<0x(?:[0-9A-Fa-f]{2}|\+[0-9A-Fa-f])>")
 _NUM_BYTE_TOKEN_CHARS = 6
 
-Changes = tuple[tuple[str, str], ...]
-"""(old, new) replacements, applied in order."""
+Changes = tuple[tuple[str, str], ...]  # (old, new) replacements, applied in order
 
-CLEANUPS: Changes = (
+CLEANUPS: Changes = (  # the replacements of the `cleanup` option of WordPiece and CTC
     (" .", "."),
     (" ?", "?"),
     (" !", "!"),
@@ -30,13 +28,10 @@ CLEANUPS: Changes = (
     (" 've", "'ve"),
     (" 're", "'re"),
 )
-"""The replacements of the `cleanup` option of WordPiece and CTC."""
 
-TokenEdit = Callable[[str, bool], str]
-"""(token, is_first) to the edited token; `is_first` is true for the stream's first token."""
+TokenEdit = Callable[[str, bool], str]  # a token, and whether it is the stream's first
 
-Decode = Callable[[list[str]], str]
-"""A list of tokens to their text, by one step of the library's decoder."""
+Decode = Callable[[list[str]], str]  # by one step of the library's decoder
 
 
 class TokenStage(Protocol):
@@ -60,7 +55,7 @@ def replace_all(text: str, changes: Changes) -> str:
 
 
 class EditTokens:
-    """Edits each token independently."""
+    """Edits each token by itself."""
 
     __slots__ = ("_edit", "_is_first")
 
@@ -93,7 +88,6 @@ class ByteFallbackTokens:
         return [*self.flush(), token] if self._run else [token]
 
     def drop_incomplete(self) -> None:
-        """Drops the bytes of a character that is not complete, at the end of the run."""
         try:
             whole = codecs.getincrementaldecoder("utf-8")().decode(bytes(self._run))
         except UnicodeDecodeError:
@@ -223,8 +217,8 @@ class StripText:
 
 class ByteLevelText:
     """`ByteLevel` over the joined text: bytes only if every character is in the byte alphabet.
-    Leading printable ASCII reads the same either way and is emitted at once; the rest is held until
-    the first character outside the alphabet, or the end."""
+    Leading printable ASCII reads the same either way; the rest is held until the first other
+    character."""
 
     __slots__ = ("_drops", "_held", "_is_text")
 
@@ -293,8 +287,7 @@ class BufferedText:
         return self._decode(["".join(self._parts)])
 
 
-def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's byte alphabet, character to byte: printable Latin-1 as is, the rest from U+0100."""
+def _byte_alphabet() -> dict[str, int]:  # GPT-2's: printable Latin-1 as is, the rest from U+0100
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     alphabet = {chr(byte): byte for byte in printable}
@@ -302,9 +295,7 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 BYTE_OF_CHARACTER = _byte_alphabet()
-
-_PLAIN = "".join(map(chr, range(0x21, 0x7F)))
-"""Printable ASCII, which maps to itself in the byte alphabet."""
+_PLAIN = "".join(map(chr, range(0x21, 0x7F)))  # which maps to itself in the byte alphabet
 
 
 def bytes_of_token(token: str) -> bytes | None:

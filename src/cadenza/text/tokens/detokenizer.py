@@ -30,14 +30,12 @@ from cadenza.text.tokens.decoder_stages import (
 )
 from cadenza.text.tokens.tokenizer import Tokenizer
 
-Step = Mapping[str, Any]
-"""The JSON object of one decoder step in tokenizer.json."""
+Step = Mapping[str, Any]  # the JSON object of one decoder step in tokenizer.json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderPlan:
-    """A decoder's steps in order: edits of single tokens, stages over tokens, stages over the text,
-    of which the first of a byte-level decoder is `JoinBytes`."""
+    """A decoder's steps in order."""
 
     edits: tuple[TokenEdit, ...] = ()
     token_stages: tuple[Callable[[], TokenStage], ...] = ()
@@ -45,9 +43,8 @@ class DecoderPlan:
 
 
 class IncrementalDetokenizer:
-    """Decodes one stream of tokens. `plan`: `plan_decoder` of the tokenizer's decoder, to share
-    between streams; None makes one. Raises CheckpointError where the decoder has an unsupported
-    step."""
+    """Decodes one stream of tokens. `plan`, of the tokenizer's decoder, may be shared between
+    streams. Raises CheckpointError where the decoder has an unsupported step."""
 
     __slots__ = ("_edits", "_is_first", "_skipped", "_text_stages", "_token_stages", "_tokenizer")
 
@@ -83,14 +80,12 @@ class IncrementalDetokenizer:
         return self._join(tokens[0]) if len(tokens) == 1 else "".join(map(self._join, tokens))
 
     def drop_incomplete(self) -> None:
-        """Leaves out the bytes of an incomplete character: for a stream that was cut, `flush` gives
-        no replacement for them."""
+        """For a stream that was cut: `flush` gives no replacement for an incomplete character."""
         for stage in (*self._token_stages, *self._text_stages):
             if isinstance(stage, JoinBytes | ByteFallbackTokens | ByteLevelText):
                 stage.drop_incomplete()
 
     def flush(self) -> str:
-        """Ends the stream; returns the text that was held."""
         tokens: list[str] = []
         for stage in self._token_stages:
             tokens = [*_push_all(stage, tokens), *stage.flush()]
@@ -187,10 +182,10 @@ def _literal(step: Step) -> str | None:
 
 
 def _library_replace(step: Step) -> Decode:
-    """The library's `Replace` step, because its regular expression syntax differs from Python's."""
     from tokenizers import Regex
     from tokenizers.decoders import Replace
 
+    # The syntax of its expressions is not Python's.
     pattern = cast(dict[str, str], step["pattern"])
     wanted = pattern["String"] if "String" in pattern else Regex(pattern["Regex"])
     return Replace(wanted, step["content"]).decode
@@ -247,24 +242,25 @@ def _strip_text(step: Step) -> list[Callable[[], TextStage]]:
     return [partial(StripText, step["content"], step["start"], step["stop"])]
 
 
+# Steps by their types: those that edit each token by itself,
 _EDITS: dict[str, Callable[[Step], TokenEdit]] = {
     "Metaspace": _metaspace_edit,
     "Replace": _replace_edit,
     "Strip": _strip_edit,
     "WordPiece": _word_piece_edit,
 }
-"""Steps that edit each token independently, by type."""
 
+# those that need neighbouring tokens,
 _STAGES: dict[str, Callable[[Step], Callable[[], TokenStage]]] = {
     "BPEDecoder": lambda step: partial(SuffixTokens, step["suffix"]),
     "ByteFallback": lambda _: ByteFallbackTokens,
     "CTC": lambda step: partial(CTCTokens, _ctc_changes(step)),
 }
-"""Steps that need neighbouring tokens, by type."""
 
+# those that join the tokens into one text,
 _JOINS: dict[str, list[Callable[[], TextStage]]] = {"ByteLevel": [JoinBytes], "Fuse": []}
-"""Steps that join the tokens into one text, by type."""
 
+# and every step's version after the join: the joined text counts as first and last token.
 _TEXT_STAGES: dict[str, Callable[[Step], list[Callable[[], TextStage]]]] = {
     "BPEDecoder": lambda step: _replacing(((step["suffix"], ""),)),
     "ByteFallback": lambda _: [ByteFallbackText],
@@ -276,4 +272,3 @@ _TEXT_STAGES: dict[str, Callable[[Step], list[Callable[[], TextStage]]]] = {
     "Strip": _strip_text,
     "WordPiece": _word_piece_text,
 }
-"""Every step's version after the join, by type; the joined text counts as first and last token."""

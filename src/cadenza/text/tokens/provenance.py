@@ -13,15 +13,13 @@ from typing import Any, SupportsIndex, cast
 Spans = tuple[tuple[int, int], ...]
 """Ranges [start, stop) of characters, ascending, with gaps between them."""
 
-MAX_PIECES = 10_000
-"""Splits into more pieces than this lose the marks."""
-
+MAX_PIECES = 10_000  # splits into more pieces than this lose the marks
 _CONVERSION = re.compile(r"%(?:\((?P<key>[^)]*)\))?[#0\- +]*\d*(?:\.\d+)?(?P<kind>[a-zA-Z%])")
 
 
 class MarkedText(str):
     """A string with the spans of it that the template wrote (`own_spans`), equal to the plain
-    string. Only the operations defined here keep the marks."""
+    string."""
 
     __slots__ = ("own_spans",)
 
@@ -137,15 +135,14 @@ class MarkedText(str):
         return first, middle, last
 
     def _mapped(self, text: str) -> str:
-        """The marks on `text`, if a change of case kept the length; otherwise `text` unmarked."""
         return MarkedText(text, self.own_spans) if len(text) == len(self) else text
 
     def _like(self, text: str) -> "MarkedText":
         return written_by_template(text) if self.own_spans else MarkedText(text)
 
     def _located(self, pieces: list[str], between: str | None) -> list[str]:
-        """Consecutive substrings of a split with their marks; `between`: the separator, None for
-        white space."""
+        """Substrings of a split with their marks; `between`: the separator, None for white
+        space."""
         if not self.own_spans or len(pieces) > MAX_PIECES:
             return pieces
         located: list[str] = []
@@ -160,8 +157,7 @@ class MarkedText(str):
 
 @dataclass(frozen=True, slots=True)
 class OwnText:
-    """A message's text with marks that are written here, in place of a chat template: rendered as
-    `text`."""
+    """A message's text with marks that are written here, in place of a chat template."""
 
     text: MarkedText
 

@@ -16,9 +16,9 @@ class StopMatch:
 
 
 class StopMatcher:
-    """Finds the earliest stop string: the one that begins first, the shortest of equal beginnings.
-    A complete one is held while a longer one that begins earlier may still be completed. `stops`
-    are not empty; `is_included`: keep the matched stop string in the output."""
+    """Finds the earliest of `stops` (not empty): the one that begins first, the shortest of equal
+    beginnings. A complete one is held while a longer one that begins earlier may still be
+    completed. `is_included`: the output keeps it."""
 
     __slots__ = ("_first", "_held", "_is_included", "_num_released", "_stops", "match")
 
@@ -47,7 +47,6 @@ class StopMatcher:
 
     @property
     def num_given(self) -> int:
-        """Pushed characters that were returned, after a match, too."""
         if self.match is None:
             return self._num_released
         return self.match.end - (0 if self._is_included else len(self.match.stop))
@@ -69,7 +68,6 @@ class StopMatcher:
         return self._release(len(self._held))
 
     def flush(self) -> str:
-        """Ends the text; returns what was held, cut at a stop string that it contains."""
         if self.match is not None:
             return ""
         starts = [(self._held.find(stop), len(stop), stop) for stop in self._stops]

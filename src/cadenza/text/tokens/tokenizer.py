@@ -1,7 +1,6 @@
 """Text to token ids and back: `Tokenizer`, over tokenizer.json and the `tokenizers` library.
 Invariant: control tokens in a prompt come from the tokenizer or from a template, never from user
-text.
-"""
+text."""
 
 import json
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -28,9 +27,8 @@ _BYTE_LEVEL = "ByteLevel"
 
 def max_chars_per_token(native: "NativeTokenizer") -> int | None:
     """The length of the longest token times the most characters that the normalizer merges: a text
-    of more than k times that has more than k tokens. None where a part may drop characters or merge
-    any number of them: for other tokenizers than BPE in which every byte of the text belongs to
-    exactly one token."""
+    of more than k times that has more than k tokens. None for other tokenizers than BPE in which
+    every byte of the text belongs to exactly one token."""
     merged = _max_merged_chars(_described(native.normalizer))
     if merged is None or not _has_all_bytes(native):
         return None
@@ -64,7 +62,6 @@ def _has_all_bytes(native: "NativeTokenizer") -> bool:
 
 
 def _max_merged_chars(normalizer: dict[str, Any] | None) -> int | None:
-    """The most characters that the normalizer may merge into one; None if unbounded or unknown."""
     worst = 1
     for part in _parts(normalizer, "normalizers"):
         if part["type"] == "NFC":
@@ -101,16 +98,15 @@ _UNENCODABLE = "this text; its tokenizer.json has no token for a part of it"
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerSource:
-    """The content of a tokenizer.json that is not a file of its own, made by `read` from the file
-    `name`."""
+    """A tokenizer.json that is not a file of its own, made by `read` from the file `name`."""
 
     name: str
     read: Callable[[], bytes]
 
+    # Kept until `release`: it takes a quarter of a second to make, and a start needs it several
+    # times.
     @cached_property
     def content(self) -> bytes:
-        """Kept until `release`: it takes a quarter of a second to make, and a start needs it
-        several times."""
         return self.read()
 
     @cached_property
@@ -118,7 +114,6 @@ class TokenizerSource:
         return len(self.content)
 
     def release(self) -> None:
-        """Frees the content, which is made again if it is asked for."""
         vars(self).pop("content", None)
 
 
@@ -148,7 +143,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of entries, including added tokens. Ids may have gaps."""
+        """With added tokens. Ids may have gaps."""
         return self._native.get_vocab_size(with_added_tokens=True)
 
     def vocabulary(self) -> dict[str, int]:
@@ -159,7 +154,6 @@ class Tokenizer:
         return {token.content: index for index, token in self._added.items()}
 
     def id_of(self, content: str) -> int | None:
-        """The id of the token with this text, such as `eos_token`; None if there is none."""
         return self._native.token_to_id(content)
 
     def token_of(self, token_id: int) -> str | None:
@@ -169,20 +163,11 @@ class Tokenizer:
     def encode(
         self, text: str, *, add_special_tokens: bool = True, max_num_tokens: int | None = None
     ) -> list[int]:
-        """Token ids of `text`.
-
-        Text that spells a control token becomes that token only where a template wrote it
-        (`MarkedText`). Elsewhere, and everywhere in a plain string, it is encoded as text.
-
-        Args:
-            text: a plain string, or a rendered template.
-            add_special_tokens: add the tokenizer's own tokens around the text, such as bos.
-            max_num_tokens: refuse longer texts, if possible by their number of characters.
-
-        Raises:
-            TextTooLongError: the text has more than `max_num_tokens` tokens.
-            InvalidRequestError: the text is not valid Unicode or cannot be encoded.
-        """
+        """Token ids. Text that spells a control token becomes that token only where a template
+        wrote it (`MarkedText`); elsewhere it is encoded as text. `add_special_tokens`: the
+        tokenizer's own around the text, such as bos. Raises TextTooLongError: there are more than
+        `max_num_tokens`, which the number of characters may show; raises InvalidRequestError: the
+        text is not valid Unicode or cannot be encoded."""
         _check_unicode(text)
         if max_num_tokens is not None:
             self._check_chars(text, max_num_tokens)
@@ -215,14 +200,12 @@ class Tokenizer:
         return ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of `token_ids`; unused ids are skipped. Raises InvalidRequestError if the
-        decoder fails."""
+        """Unused ids are skipped. Raises InvalidRequestError if the decoder fails."""
         known = [token_id for token_id in token_ids if 0 <= token_id < 1 << 32]
         with _tokenizer_errors("these tokens; its decoder cannot handle them"):
             return self._native.decode(known, skip_special_tokens=skip_special_tokens)
 
     def decoder_description(self) -> dict[str, object] | None:
-        """The `decoder` of tokenizer.json as JSON; None if it has none."""
         decoder = self._native.decoder
         if decoder is None:
             return None
@@ -241,8 +224,7 @@ class Tokenizer:
     def _encode_marked(
         self, marked: MarkedText, add_special_tokens: bool, max_num_tokens: int | None
     ) -> list[int]:
-        """Does not hold the GIL for a time that grows with a long text: `Encoding.ids` builds a
-        list under it, so the length is checked before that."""
+        # `Encoding.ids` builds a list under the GIL, so the length is checked before that.
         found = self._encode(self._native, str.__str__(marked), add_special_tokens)
         if max_num_tokens is not None and len(found) > max_num_tokens:
             if self._controls.has_spelled_control(marked):
@@ -271,8 +253,6 @@ class Tokenizer:
     def _renamed_encoding(
         self, marked: MarkedText, add_special_tokens: bool
     ) -> "tuple[Encoding, int]":
-        """The encoding by the copy with renamed control tokens, and how many of them it must have.
-        Raises InvalidRequestError."""
         if self._renamed is None:
             self._renamed = RenamedControls(self._native, self._controls)
         text, num_controls = self._renamed.rename(marked)
@@ -280,11 +260,10 @@ class Tokenizer:
 
     @staticmethod
     def _encode(native: "NativeTokenizer", text: str, add_special_tokens: bool) -> "Encoding":
-        """Encodes without offsets, which takes a third of the time."""
         with _tokenizer_errors(_UNENCODABLE):
             if len(text) <= SHORT_TEXT:
                 return native.encode(text, add_special_tokens=add_special_tokens)
-            # Only the library's batch calls release the GIL.
+            # Only batch calls release the GIL; without offsets they take a third of the time.
             return native.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
 
     @staticmethod
@@ -314,7 +293,6 @@ def _too_long(num_tokens: int, max_num_tokens: int) -> TextTooLongError:
 
 @contextmanager
 def _tokenizer_errors(subject: str) -> Generator[None]:
-    """Turns any failure of the library, including panics, into InvalidRequestError."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit):
@@ -356,4 +334,28 @@ def _read_file(path: Path) -> bytes:
 def _too_large(name: str) -> CheckpointError:
     return CheckpointError(
         f"{name} has over {show_size(MAX_TOKENIZER_BYTES)}; check that it is the right file"
+    )
+
+
+def bad_word_token_ids(tokenizer: Tokenizer, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
+    """The token sequences to ban: each word encoded alone and after a space, in its usual
+    tokenization. Raises InvalidRequestError where a word encodes to no tokens."""
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        bare = word.lstrip() or word
+        spellings = [
+            tuple(tokenizer.encode(text, add_special_tokens=False)) for text in (bare, f" {bare}")
+        ]
+        if not spellings[0]:
+            raise InvalidRequestError(
+                f"the bad word {word!r} has no tokens in this model's vocabulary; leave it out",
+                param="bad_words",
+            )
+        found.update(dict.fromkeys(spellings))
+    # Sequences that end with another banned one can never be completed.
+    shortest_first = sorted(found, key=len)
+    return tuple(
+        ids
+        for index, ids in enumerate(shortest_first)
+        if not any(ids[-len(short) :] == short for short in shortest_first[:index])
     )

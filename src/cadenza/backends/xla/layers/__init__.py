@@ -7,10 +7,8 @@ Modules:
 
 - `weight_source`: the tensors of a checkpoint, loaded in the op table's layouts
 - `residual`: the residual stream, and what the layers of a step compute with
-- `attention`: the token mixer over KV pages
-- `latent_attention`: the token mixer over latents in KV pages
+- `attention`: the token mixers over KV pages, of keys and values or of latents
 - `recurrent`: the token mixers with a recurrent state
 - `feed_forward`: a gated MLP, a mixture of them, and both
-- `layer_inputs`: per-layer embeddings, and how a layer adds its part
-- `hidden_input`: an MTP layer's input, of hidden states and embeddings
+- `layer_inputs`: per-layer embeddings, and an MTP layer's input
 """

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cadenza.backends.xla.ops.encoder_table import ImageRows
 from cadenza.backends.xla.ops.reference import OpTable
 from cadenza.backends.xla.ops.table import (
     DecoderSpec,
+    ImageRows,
     Linear,
     RecurrentLayer,
     StepArrays,

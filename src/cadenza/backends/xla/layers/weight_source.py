@@ -13,8 +13,7 @@ from cadenza.backends.xla.ops.table import DecoderSpec, Linear, ScaledNorm
 from cadenza.errors import CheckpointError
 from cadenza.models.host_math import exp
 from cadenza.models.layer_kind import DeltaShape, ScanShape
-from cadenza.weights.float8_weight import Float8Weight
-from cadenza.weights.quantised_weight import HostWeight, have_one_order
+from cadenza.weights.quantised_weight import Float8Weight, HostWeight, have_one_order
 from cadenza.weights.tensor_spec import (
     LayerSpec,
     LinearSpec,

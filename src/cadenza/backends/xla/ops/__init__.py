@@ -2,23 +2,17 @@
 
 Modules:
 
-- `table`: the operations by name
-- `encoder_table`, `encoder_reference`, `program_encoder`: those of image towers, as the modules
-  of the decoder's
-- `reference`, `attention_reference`, `experts`, `head_math`: their definition in plain jnp
+- `table`: what operations take and return, and the constants of a table
+- `reference`, `attention_reference`, `encoder_reference`, `recurrent`, `experts`: their definition
+  in plain jnp, of decoders and of image towers
+- `quantised`: products with quantised weights, in jnp
+- `head_math`, `in_range`: norms and rotations; writes of rows in which every index is in range
 - `prompt_scores`: the scores of prompts' keys, in jnp
-- `split`: the same for devices that share a model
-- `quantised`, `float8`: products with quantised weights and with float8 weights, in jnp
-- `kv_codes`: attention over KV in int8, in jnp
-- `recurrent`: token mixers with a recurrent state, in jnp
-- `jax_arrays`: JAX as the arrays in which tokens are chosen
-- `in_range`: writes of some rows, in which every index is in range
-- `rules`: token rules, applied to the logits of a step
-- `program_ops`, `program_recorder`, `native_program`: operations recorded as one call into a
-  library of kernels
-- `native`, `native_library`, `native_packing`: the CPU kernels; loading them, packing weights
-- `packed_memory`, `packed_file`: memory of packed weights, and a file of them
-- `cuda`, `cuda_library`, `cuda_packing`: the kernels for NVIDIA GPUs; loading them and weights
-- `cuda_measure`: the rates of a card
-- `native_measure`: bandwidth, FLOP/s and time per operation
+- `rules`: token rules and the choice of tokens, in JAX
+- `split`: the operations for devices that share a model
+- `program_ops`, `program_mixers`, `program_encoder`, `native_program`: operations recorded as one
+  call into a library of kernels
+- `native`, `native_library`: the CPU kernels, and measuring with them
+- `packed_memory`: packing weights, their memory, and a file of them
+- `cuda`, `cuda_library`: the kernels for NVIDIA GPUs
 """

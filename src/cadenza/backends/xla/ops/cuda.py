@@ -1,17 +1,21 @@
 """The op table over the kernels for NVIDIA GPUs: one FFI call for a whole step. The host does not
-know a step's true number of rows, so a program computes its bucket, and buckets are many.
-`cuda_packing` has the layouts of weights. Legend as in `ops.table`."""
+know a step's true number of rows, so a program computes its bucket, and buckets are many. Legend as
+in `ops.table`."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import numpy.typing as npt
 
 from cadenza.backends.xla.ops.cuda_library import CudaLibrary, load_cuda_library
-from cadenza.backends.xla.ops.cuda_packing import hold_weights
+from cadenza.backends.xla.ops.native_library import load_native_library
 from cadenza.backends.xla.ops.native_program import NativeProgram, ProgramWords
+from cadenza.backends.xla.ops.packed_memory import PackedMemory, plan_packing
 from cadenza.backends.xla.ops.program_ops import Product, ProgramOps
+from cadenza.backends.xla.ops.quantised import are_codes, are_float8, as_floats, as_operand
 from cadenza.backends.xla.ops.table import (
     AttendingLayer,
     DecoderSpec,
@@ -115,3 +119,41 @@ class CudaOps(ProgramOps):
     def _placed(self, weight: npt.NDArray[Any]) -> jax.Array:
         # On the device before the next one is read: the host holds no second copy of all.
         return jax.block_until_ready(jax.device_put(weight))
+
+
+class HeldWeights(NamedTuple):
+    """The weights of experts with equal parts, [X, ...]; `format` is that of the first part."""
+
+    weights: npt.NDArray[Any]
+    format: WeightFormat
+
+
+def hold_weights(
+    experts: Sequence[Sequence[HostWeight]], format: WeightFormat, *, is_gated: bool
+) -> HeldWeights:
+    """Weights [Ni, K] side by side of each expert. Floats keep the checkpoint's layout, [N, K], and
+    those of one expert and one part are not copied; codes are packed as for the CPU, whose panels
+    are what a warp reads."""
+    held = [as_operand(parts, format) for parts in experts]
+    are_packed = all(are_float8(parts) for parts in experts) or all(
+        are_codes(parts, format) for parts in held
+    )
+    if are_packed:
+        return _pack(experts, format, is_gated=is_gated)
+    floats = [_join([as_floats(part) for part in parts], format) for parts in held]
+    return HeldWeights(floats[0][None] if len(floats) == 1 else np.stack(floats), format)
+
+
+def _join(parts: Sequence[npt.NDArray[Any]], format: WeightFormat) -> npt.NDArray[Any]:
+    floats = [part.astype(jnp.dtype(format.name), copy=False) for part in parts]
+    return floats[0] if len(floats) == 1 else np.concatenate(floats)
+
+
+def _pack(
+    experts: Sequence[Sequence[HostWeight]], format: WeightFormat, *, is_gated: bool
+) -> HeldWeights:
+    packing = plan_packing(load_native_library(), experts, format, is_gated=is_gated)
+    packed = PackedMemory().empty((len(experts), *packing.shape), packing.dtype)
+    for place, write in zip(packed, packing.writers, strict=True):
+        write(place)
+    return HeldWeights(packed, packing.format)

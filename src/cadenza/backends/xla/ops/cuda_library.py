@@ -1,11 +1,12 @@
 """The shared library of kernels for NVIDIA GPUs (`csrc/cuda/`): loading, FFI target, the workspace
-of a program. Tests use the same kernels over an emulation of threads and blocks, as a library for
-the host (`make -C csrc cuda-emulated`)."""
+of a program, the rates of a card. Tests use the same kernels over an emulation of threads and
+blocks, as a library for the host (`make -C csrc cuda-emulated`)."""
 
 import ctypes
 import functools
 import importlib.util
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,9 @@ from typing import Any
 import jax
 import ml_dtypes
 import numpy as np
+import numpy.typing as npt
 
+from cadenza.backends.base import OpTotals, ProductDType
 from cadenza.backends.xla.ops.native_program import ProgramLibrary
 from cadenza.backends.xla.ops.program_ops import Product
 from cadenza.errors import ConfigError
@@ -34,6 +37,15 @@ _CODE_OF_ELEMENT = {
     np.dtype(ml_dtypes.bfloat16): 16,
     np.dtype(ml_dtypes.float8_e4m3fn): 20,
 }
+# Formats of weights (`WeightFormat` of csrc/core/types.h) by the type of their array.
+_FORMATS = {
+    np.dtype(ml_dtypes.bfloat16): 0,
+    np.dtype(np.float32): 1,
+    np.dtype(np.uint8): 2,
+    np.dtype(ml_dtypes.float8_e4m3fn): 3,
+}
+# What tensor cores multiply; products of float32 are not theirs.
+_RATES: dict[ProductDType, str] = {"bfloat16": "bf16", "int8": "int8"}
 
 
 @dataclass(frozen=True)
@@ -160,18 +172,51 @@ def _find_cublaslt(handle: ctypes.CDLL) -> None:
             handle.cadenza_cuda_search_cublaslt(str(Path(place) / folder).encode())
 
 
-# Formats of weights (`WeightFormat` of csrc/core/types.h) by the type of their array.
-_FORMATS = {
-    np.dtype(ml_dtypes.bfloat16): 0,
-    np.dtype(np.float32): 1,
-    np.dtype(np.uint8): 2,
-    np.dtype(ml_dtypes.float8_e4m3fn): 3,
-}
-
-
 def _shape_words(array: jax.ShapeDtypeStruct) -> tuple[int, ...]:
     return _CODE_OF_ELEMENT[np.dtype(array.dtype)], len(array.shape), *array.shape
 
 
 def _longs(words: Sequence[int]) -> Any:
     return (ctypes.c_int64 * len(words))(*words)
+
+
+class CudaInstruments:
+    """Implements `backends.base.Instruments`; a measurement has memory and repeats of its own."""
+
+    def __init__(self, library: CudaLibrary) -> None:
+        self._library = library
+
+    @property
+    def cpu_isa(self) -> str:
+        return "cuda"
+
+    @property
+    def num_threads(self) -> int:
+        return os.cpu_count() or 1
+
+    def new_buffer(self, num_bytes: int) -> npt.NDArray[np.uint8]:  # noqa: ARG002
+        return np.zeros(0, np.uint8)
+
+    def read_bytes_per_s(self, buffer: npt.NDArray[np.uint8], *, repeats: int) -> float:  # noqa: ARG002
+        return self._measure("read")
+
+    def operations_per_s(self, dtype: ProductDType, *, repeats: int) -> float:  # noqa: ARG002
+        """Raises ConfigError for float32."""
+        if dtype not in _RATES:
+            raise ConfigError(f"the rate of a card's products in {dtype} is not measured")
+        return self._measure(_RATES[dtype])
+
+    def start_profile(self) -> None:
+        """Counts nothing."""
+
+    def stop_profile(self) -> tuple[OpTotals, ...]:
+        return ()
+
+    def _measure(self, name: str) -> float:
+        rate = ctypes.c_double()
+        measure = getattr(self._library.handle, f"cadenza_cuda_measure_{name}")
+        measure.restype = ctypes.c_char_p
+        error = measure(ctypes.byref(rate))
+        if error is not None:
+            raise ConfigError(f"the card's rates cannot be measured: {error.decode()}")
+        return rate.value

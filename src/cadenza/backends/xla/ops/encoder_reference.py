@@ -1,4 +1,4 @@
-"""The operations of image towers in plain jnp: their definition. Legend as in `ops.encoder_table`.
+"""The operations of image towers in plain jnp: their definition. Legend as in `ops.table`.
 `count` is ignored, as in `ops.reference`, but for what is written to memory that outlives a
 block."""
 
@@ -8,8 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cadenza.backends.xla.ops.encoder_table import (
+from cadenza.backends.xla.ops.head_math import rms_norm, rotate
+from cadenza.backends.xla.ops.in_range import set_rows
+from cadenza.backends.xla.ops.table import (
     ENCODER_SPAN,
+    BaseTable,
     EncoderActivation,
     EncoderBlock,
     EncoderFactors,
@@ -17,9 +20,6 @@ from cadenza.backends.xla.ops.encoder_table import (
     EncoderShape,
     ImageRows,
 )
-from cadenza.backends.xla.ops.head_math import rms_norm, rotate
-from cadenza.backends.xla.ops.in_range import set_rows
-from cadenza.backends.xla.ops.table import BaseTable
 
 _HIGHEST = jax.lax.Precision.HIGHEST
 

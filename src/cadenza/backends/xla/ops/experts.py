@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from cadenza.backends.xla.ops.float8 import float8_product
-from cadenza.backends.xla.ops.quantised import quantised_product
+from cadenza.backends.xla.ops.quantised import float8_product, quantised_product
 from cadenza.backends.xla.ops.table import ExpertChoice, Linear
 from cadenza.models.model_config import CLAMPED_ALPHA, CLAMPED_LIMIT, ModelConfig, SigmoidChoice
 from cadenza.weights.weight_format import FLOAT8

@@ -20,9 +20,13 @@ import numpy.typing as npt
 from cadenza.backends.xla.ops.native_program import ProgramLibrary
 from cadenza.batch.step_schema import LogitInputs, specs_of
 from cadenza.errors import ConfigError
-from cadenza.weights.block_weight import BlockWeight
-from cadenza.weights.float8_weight import BLOCK, Float8Weight
-from cadenza.weights.quantised_weight import FloatsOrCodes, InputOrder
+from cadenza.weights.quantised_weight import (
+    BLOCK,
+    BlockWeight,
+    Float8Weight,
+    FloatsOrCodes,
+    InputOrder,
+)
 from cadenza.weights.weight_format import PANEL, Correction, ScaleType, WeightFormat
 
 LIBRARY_NAME = "_native.dylib" if sys.platform == "darwin" else "_native.so"

@@ -1,6 +1,6 @@
 """The operations of image towers as words of a program. Keys of a head lie in blocks of sixteen
 rows, and values in pairs of rows, as a decoder's pages (`csrc/kernels/encoder.h`). Legend as in
-`ops.encoder_table`."""
+`ops.table`."""
 
 from typing import Any
 
@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cadenza.backends.xla.ops.encoder_table import (
+from cadenza.backends.xla.ops.native_program import ProgramRecorder, array_of, like
+from cadenza.backends.xla.ops.table import (
     EncoderActivation,
     EncoderBlock,
     EncoderFactors,
@@ -16,7 +17,6 @@ from cadenza.backends.xla.ops.encoder_table import (
     EncoderShape,
     ImageRows,
 )
-from cadenza.backends.xla.ops.program_recorder import ProgramRecorder, array_of, like
 from cadenza.errors import ConfigError
 
 _CODE_OF_ACTIVATION: dict[EncoderActivation, int] = {

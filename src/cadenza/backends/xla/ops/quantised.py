@@ -1,19 +1,20 @@
-"""Products with quantised weights in plain jnp: the definition (`csrc/core/quantised.h`).
-Activations are rounded to int8 by row and group; a group's dot is an exact integer; groups are
-folded in ascending order, then second codes of each span's largest group. Legend as in `ops.table`;
-G groups of `GROUP` elements of K, of one or two parts with a scale each."""
+"""Products with quantised and float8 weights in plain jnp: the definition (`csrc/core/quantised.h`,
+`float8.h`). Activations are rounded to int8 by row and group; a group's dot is an exact integer;
+groups are folded in ascending order, then second codes of each span's largest group. Legend as in
+`ops.table`; G groups of `GROUP` elements of K, of one or two parts with a scale each."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from cadenza.weights.float8_weight import Float8Weight
 from cadenza.weights.quantised_weight import (
     MOST_CODE,
+    Float8Weight,
     FloatsOrCodes,
     HostWeight,
     InputOrder,
@@ -22,13 +23,58 @@ from cadenza.weights.quantised_weight import (
     quantise_int4,
     quantise_int8,
 )
-from cadenza.weights.weight_format import GROUP, INT4, WeightFormat
+from cadenza.weights.weight_format import FLOAT8_BLOCK, GROUP, INT4, WeightFormat
 
+_HIGHEST = jax.lax.Precision.HIGHEST
 # A group whose largest magnitude is smaller counts as zero, so that no later value is denormal.
 SMALLEST_LARGEST = np.float32(2.0**-64)
-
-
 REMAINDER_SPAN = 64  # groups of a row, of which one has second codes
+
+
+class Float8Codes(NamedTuple):
+    """A weight on the device; elements beyond K are zero."""
+
+    codes: Any  # [..., N, B, FLOAT8_BLOCK] float8_e4m3fn
+    scales: Any  # [..., N, B] float32
+
+
+def are_float8(parts: Sequence[HostWeight]) -> bool:
+    """Whether all weights of an operand are in float8; beside others they are dequantised."""
+    return all(isinstance(part, Float8Weight) for part in parts)
+
+
+def join_float8(parts: Sequence[Any]) -> Float8Codes:
+    codes = np.concatenate([part.codes for part in parts])
+    scales = np.concatenate([part.scales for part in parts])
+    padded = np.pad(codes, ((0, 0), (0, scales.shape[1] * FLOAT8_BLOCK - codes.shape[1])))
+    return Float8Codes(
+        padded.view(ml_dtypes.float8_e4m3fn).reshape(*scales.shape, FLOAT8_BLOCK), scales
+    )
+
+
+def stack_float8(weights: Sequence[Float8Codes]) -> Float8Codes:
+    return Float8Codes(*(np.stack(field) for field in zip(*weights, strict=True)))
+
+
+def float8_product(x: jax.Array, weight: Float8Codes) -> jax.Array:
+    """Activations [T, K] times the transposed weight [N, K]: float32 [T, N]. A block's sum is
+    multiplied by the block's scale; blocks are folded in ascending order."""
+    num_out, num_blocks, _ = weight.codes.shape
+    wide = x.astype(jnp.float32)
+    blocks = jnp.pad(wide, ((0, 0), (0, num_blocks * FLOAT8_BLOCK - x.shape[1])))
+    blocks = blocks.reshape(len(x), num_blocks, FLOAT8_BLOCK)
+
+    def fold(block: jax.Array, total: jax.Array) -> jax.Array:
+        part = jax.lax.dot_general(
+            blocks[:, block],
+            weight.codes[:, block].astype(jnp.float32),
+            (((1,), (1,)), ((), ())),
+            precision=_HIGHEST,
+        )
+        return total + part * weight.scales[:, block]
+
+    start = jnp.zeros((len(x), num_out), jnp.float32)
+    return jax.lax.fori_loop(0, num_blocks, fold, start)
 
 
 class Codes(NamedTuple):

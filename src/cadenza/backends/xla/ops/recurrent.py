@@ -13,6 +13,7 @@ import numpy as np
 
 from cadenza.backends.xla.ops.in_range import set_row
 from cadenza.backends.xla.ops.table import (
+    BaseTable,
     ConvWeights,
     DeltaInputs,
     DeltaWeights,
@@ -23,7 +24,7 @@ from cadenza.backends.xla.ops.table import (
     StepArrays,
     StepStates,
 )
-from cadenza.models.layer_kind import ConvShape, DeltaShape, ScanShape
+from cadenza.models.layer_kind import ConvShape, DeltaShape, Recurrence, ScanShape
 
 _HIGHEST = jax.lax.Precision.HIGHEST
 UNIT_NORM_EPS = np.float32(1e-6)
@@ -40,57 +41,70 @@ class _RowStates(NamedTuple):
 _Advance = Callable[[Any, _RowStates], tuple[jax.Array, _RowStates]]
 
 
-def gated_delta(
-    given: DeltaInputs,
-    weights: DeltaWeights,
-    pool: StatePool,
-    step: _Step,
-    layer: RecurrentLayer[DeltaShape],
-) -> tuple[jax.Array, StatePool]:
-    """A gated delta net (arXiv 2412.06464) between its projections: activations [T, Hv Dv], and the
-    pool, [S, layers, J - 1, M] and [S, layers, Hv, Dk, Dv], with what the tokens keep: causal
-    depthwise convolution and SiLU over queries, keys and values; L2 norms of queries and keys; S =
-    a S; S += k b (v - S k); y = S q; RMS norm of each head's y, times SiLU of the gate."""
-    advance = partial(_advance_delta, weights=weights, layer=layer)
-    y, pool = _run_rows(advance, given, pool, step, layer.index)
-    return y.astype(given.mixed.dtype), pool
+class RecurrentOps(BaseTable):
+    """Layers return activations and the pool, [S, layers, J - 1, M] and [S, layers, Hv, Dk, Dv],
+    with what tokens keep, in place. A slot that a row begins with is kept by no other row of the
+    step."""
 
+    def new_state_pool(self, num_slots: int, num_layers: int, shape: Recurrence) -> StatePool:
+        """Slots whose content nothing reads before it is kept; called under tracing."""
+        inputs = (num_slots, num_layers, shape.num_inputs - 1, shape.num_channels)
+        matrices, states = shape.matrices, None
+        if matrices is not None:
+            heads = (matrices.num_heads, matrices.key_size, matrices.value_size)
+            states = self.unwritten((num_slots, num_layers, *heads), jnp.float32)
+        return StatePool(self.unwritten(inputs, self._spec.dtype), states)
 
-def short_conv(
-    given: jax.Array,
-    weights: ConvWeights,
-    pool: StatePool,
-    step: _Step,
-    layer: RecurrentLayer[ConvShape],
-) -> tuple[jax.Array, StatePool]:
-    """A gated short convolution: C * conv(B * x), from B, C and x [T, 3 M], and the pool [S,
-    layers, J - 1, M] of the products B * x, which are rounded to activations."""
-    first, gate, last = jnp.split(given, 3, axis=1)
-    product = (first.astype(jnp.float32) * last.astype(jnp.float32)).astype(given.dtype)
+    def gated_delta(
+        self,
+        given: DeltaInputs,
+        weights: DeltaWeights,
+        pool: StatePool,
+        step: _Step,
+        layer: RecurrentLayer[DeltaShape],
+    ) -> tuple[jax.Array, StatePool]:
+        """A gated delta net (arXiv 2412.06464) between its projections, to [T, Hv Dv]: causal
+        depthwise convolution and SiLU over queries, keys and values; L2 norms of queries and keys;
+        S = a S; S += k b (v - S k); y = S q; RMS norm of each head's y, times SiLU of the gate."""
+        advance = partial(_advance_delta, weights=weights, layer=layer)
+        y, pool = _run_rows(advance, given, pool, step, layer.index)
+        return y.astype(given.mixed.dtype), pool
 
-    def advance(token: tuple[jax.Array, ...], now: _RowStates) -> tuple[jax.Array, _RowStates]:
-        sums, inputs = _convolve(token[0], now.inputs, weights.conv, weights.bias)
-        return token[1].astype(jnp.float32) * sums, _RowStates(inputs, None)
+    def short_conv(
+        self,
+        given: jax.Array,
+        weights: ConvWeights,
+        pool: StatePool,
+        step: _Step,
+        layer: RecurrentLayer[ConvShape],
+    ) -> tuple[jax.Array, StatePool]:
+        """C * conv(B * x) of activations B, C and x [T, 3 M], to [T, M]; the pool has the products
+        B * x, which are rounded to activations."""
+        first, gate, last = jnp.split(given, 3, axis=1)
+        product = (first.astype(jnp.float32) * last.astype(jnp.float32)).astype(given.dtype)
 
-    y, pool = _run_rows(advance, (product, gate), pool, step, layer.index)
-    return y.astype(given.dtype), pool
+        def advance(token: tuple[jax.Array, ...], now: _RowStates) -> tuple[jax.Array, _RowStates]:
+            sums, inputs = _convolve(token[0], now.inputs, weights.conv, weights.bias)
+            return token[1].astype(jnp.float32) * sums, _RowStates(inputs, None)
 
+        y, pool = _run_rows(advance, (product, gate), pool, step, layer.index)
+        return y.astype(given.dtype), pool
 
-def selective_scan(
-    given: ScanInputs,
-    weights: ScanWeights,
-    pool: StatePool,
-    step: _Step,
-    layer: RecurrentLayer[ScanShape],
-) -> tuple[jax.Array, StatePool]:
-    """A selective scan with one decay a head (Mamba-2, arXiv 2405.21060): activations [T, Hv Dv],
-    and the pool, [S, layers, J - 1, M] and [S, layers, Hv, Dk, Dv], with what the tokens keep:
-    causal depthwise convolution and SiLU over values x, keys B and queries C; dt is softplus of the
-    rate; S = exp(dt A) S + B dt x; y = S C + D x; y times SiLU of the gate; RMS norm of each
-    group."""
-    advance = partial(_advance_scan, weights=weights, layer=layer)
-    y, pool = _run_rows(advance, given, pool, step, layer.index)
-    return y.astype(given.mixed.dtype), pool
+    def selective_scan(
+        self,
+        given: ScanInputs,
+        weights: ScanWeights,
+        pool: StatePool,
+        step: _Step,
+        layer: RecurrentLayer[ScanShape],
+    ) -> tuple[jax.Array, StatePool]:
+        """A selective scan with one decay a head (Mamba-2, arXiv 2405.21060) between its
+        projections, to [T, Hv Dv]: causal depthwise convolution and SiLU over values x, keys B and
+        queries C; dt is softplus of the rate; S = exp(dt A) S + B dt x; y = S C + D x; y times SiLU
+        of the gate; RMS norm of each group."""
+        advance = partial(_advance_scan, weights=weights, layer=layer)
+        y, pool = _run_rows(advance, given, pool, step, layer.index)
+        return y.astype(given.mixed.dtype), pool
 
 
 def _run_rows(

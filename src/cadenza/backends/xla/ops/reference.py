@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from cadenza.backends.xla.ops.attention_reference import AttentionOps
+from cadenza.backends.xla.ops.attention_reference import AttentionOps, filled_heads
 from cadenza.backends.xla.ops.experts import (
     Gate,
     Routing,
@@ -23,40 +23,33 @@ from cadenza.backends.xla.ops.experts import (
     num_experts,
     silu_gate,
 )
-from cadenza.backends.xla.ops.float8 import are_float8, float8_product, join_float8, stack_float8
 from cadenza.backends.xla.ops.head_math import rms_norm, soft_cap
-from cadenza.backends.xla.ops.jax_arrays import CHOICE
-from cadenza.backends.xla.ops.kv_codes import filled_heads
 from cadenza.backends.xla.ops.quantised import (
     are_codes,
+    are_float8,
     as_floats,
     as_operand,
     dequantised_rows,
+    float8_product,
     formats_of,
+    join_float8,
     orders_of,
     quantise_parts,
     quantised_product,
     stack_codes,
+    stack_float8,
 )
-from cadenza.backends.xla.ops.recurrent import gated_delta, selective_scan, short_conv
-from cadenza.backends.xla.ops.rules import apply_rules
+from cadenza.backends.xla.ops.recurrent import RecurrentOps
+from cadenza.backends.xla.ops.rules import CHOICE, apply_rules
 from cadenza.backends.xla.ops.table import (
-    ConvWeights,
-    DeltaInputs,
-    DeltaWeights,
     ExpertChoice,
     KVPool,
     Linear,
-    RecurrentLayer,
     ScaledNorm,
-    ScanInputs,
-    ScanWeights,
-    StatePool,
     StepArrays,
-    StepStates,
 )
 from cadenza.errors import ConfigError
-from cadenza.models.layer_kind import ConvShape, DeltaShape, KVGroup, Recurrence, ScanShape
+from cadenza.models.layer_kind import KVGroup
 from cadenza.models.model_config import Activation
 from cadenza.weights.quantised_weight import HostWeight
 from cadenza.weights.weight_format import FLOAT8, WeightFormat, joined
@@ -72,7 +65,7 @@ _GATES: dict[Activation, Gate] = {
 }
 
 
-class OpTable(AttentionOps):
+class OpTable(AttentionOps, RecurrentOps):
     """Computes every row and ignores `count`. Weights have the checkpoint's layout; KV is [slots,
     layers, Hkv, D], in int8 with scales [slots, layers, Hkv]."""
 
@@ -303,48 +296,6 @@ class OpTable(AttentionOps):
         ids = jnp.broadcast_to(jnp.arange(heads), (len(x), heads))
         y = grouped_product(parts, weight, ids)  # [T, Hq, N]
         return y.reshape(len(x), -1).astype(self._spec.dtype)
-
-    def new_state_pool(self, num_slots: int, num_layers: int, shape: Recurrence) -> StatePool:
-        """Slots whose content nothing reads before it is kept; called under tracing."""
-        inputs = (num_slots, num_layers, shape.num_inputs - 1, shape.num_channels)
-        matrices, states = shape.matrices, None
-        if matrices is not None:
-            heads = (matrices.num_heads, matrices.key_size, matrices.value_size)
-            states = self.unwritten((num_slots, num_layers, *heads), jnp.float32)
-        return StatePool(self.unwritten(inputs, self._spec.dtype), states)
-
-    def gated_delta(
-        self,
-        given: DeltaInputs,
-        weights: DeltaWeights,
-        pool: StatePool,
-        step: tuple[StepArrays, StepStates],
-        layer: RecurrentLayer[DeltaShape],
-    ) -> tuple[jax.Array, StatePool]:
-        """Like all layers with a state it returns activations [T, Hv Dv] and the pool with what
-        tokens keep, in place. A slot that a row begins with is kept by no other row of the step."""
-        return gated_delta(given, weights, pool, step, layer)
-
-    def short_conv(
-        self,
-        given: jax.Array,
-        weights: ConvWeights,
-        pool: StatePool,
-        step: tuple[StepArrays, StepStates],
-        layer: RecurrentLayer[ConvShape],
-    ) -> tuple[jax.Array, StatePool]:
-        """Of `given`, B, C and x in activations [T, 3 M]: [T, M]."""
-        return short_conv(given, weights, pool, step, layer)
-
-    def selective_scan(
-        self,
-        given: ScanInputs,
-        weights: ScanWeights,
-        pool: StatePool,
-        step: tuple[StepArrays, StepStates],
-        layer: RecurrentLayer[ScanShape],
-    ) -> tuple[jax.Array, StatePool]:
-        return selective_scan(given, weights, pool, step, layer)
 
     def next_tokens(self, x: jax.Array, head: Linear, step: StepArrays) -> jax.Array:
         """A token for each row of x [L, E]: int32 [L, C]. Logits that are not finite stay, for the

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar, cast
+from typing import Any, Generic, Literal, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +22,8 @@ from cadenza.checkpoint.tensor_formats import format_of
 from cadenza.config import KVCacheDType, Quantization
 from cadenza.models.layer_kind import HeadShape, LatentShape, Recurrence
 from cadenza.models.model_config import ModelConfig
-from cadenza.weights.dtypes import WeightDType
 from cadenza.weights.tensor_spec import TensorSpec
-from cadenza.weights.weight_format import FLOAT_FORMATS, WeightFormat
+from cadenza.weights.weight_format import FLOAT_FORMATS, WeightDType, WeightFormat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,14 +237,14 @@ class StepStates(NamedTuple):
 
 
 class RuleArrays(NamedTuple):
-    """The records of token rules (`core.token_rules`) and the token at each KV slot."""
+    """The records of token rules (`batch.token_rules`) and the token at each KV slot."""
 
     records: jax.Array  # [L, W]
     history: jax.Array  # [slots]
 
 
 class StepArrays(NamedTuple):
-    """A step's inputs (`core.step_schema`) on the device, and the arrays derived there."""
+    """A step's inputs (`batch.step_schema`) on the device, and the arrays derived there."""
 
     num_tokens: jax.Array  # []
     num_logits: jax.Array  # []
@@ -295,3 +294,56 @@ class BaseTable:
         """Traces `decode(table)`, which uses only operations of the table that it is given, and
         returns its tree of arrays. A table may run them as one call."""
         return decode(self)
+
+
+# x Phi(x) by erf, its approximation by tanh, x sigmoid(1.702 x), and x sigmoid(x).
+EncoderActivation = Literal["gelu", "gelu_tanh", "quick_gelu", "silu"]
+
+# Keys of a softmax span; spans begin at multiples of it, from the image's first row.
+ENCODER_SPAN = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderShape:
+    """The heads of a tower's attention: as many keys and values as queries."""
+
+    num_heads: int
+    head_dim: int
+    scale: float  # of the scores
+    norm_eps: float = 1e-6  # of the norms of heads
+
+    @property
+    def width(self) -> int:
+        return self.num_heads * self.head_dim
+
+
+class EncoderBlock(NamedTuple):
+    """Rows of an image that are computed together; int32 [] each."""
+
+    start: jax.Array  # the first one's index in the image
+    num_defined: jax.Array  # at most B
+    num_rows: jax.Array  # of the whole image, at most N
+
+
+class EncoderFactors(NamedTuple):
+    """Value i of a head is rotated with value i + R / 2, as a decoder's: towers whose pairs lie
+    elsewhere have their weights' rows, and norms, reordered at loading."""
+
+    rotations: Any | None = None  # [B, R] float32: cosines, then sines
+    norms: tuple[Any, Any] | None = None  # [D] each: RMS norms of a head's query and key
+    norms_values: bool = False  # by an RMS norm without weight
+
+
+class EncoderHeads(NamedTuple):
+    """Queries, keys and values of an image's rows in one layer; the table chooses the layout."""
+
+    queries: Any
+    keys: Any
+    values: Any
+
+
+class ImageRows(NamedTuple):
+    """Embeddings of images, and which of them each token has."""
+
+    rows: jax.Array  # [S, parts E], activations
+    slots: jax.Array  # [T], int32: negative for a token of text

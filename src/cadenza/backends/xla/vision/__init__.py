@@ -7,8 +7,6 @@ Invariant: an embedding is a function of an image's pixels, the processor's sett
 Modules:
 
 - `tower_weights`: loads the tensors of a tower in the layouts of an op table
-- `stages`: what a quantum of each stage computes
-- `host_tables`: rotations and positions of patches, made on the host
-- `tower_state`: the memory on the device in which a tower computes
-- `encoder`: `ImageEncoder`, compiled stages run over the tower state
+- `stages`: what a quantum of each stage computes, and the device memory in which it does
+- `encoder`: `ImageEncoder`, compiled stages run over that memory, and the host's tables of patches
 """
