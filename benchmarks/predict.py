@@ -28,12 +28,13 @@ from cadenza.bench.serve_figures import LoadFigures, Outcome, Spread, spread_of
 from cadenza.bench.serve_options import LoadOptions, ServerAddress
 from cadenza.loading.build import cache_folder
 from cadenza_bench.simulate.device import (
+    SimulatedClock,
+    SimulatedReplica,
     SimulatedServer,
     SimulatedSteps,
     make_simulated_core,
     measure_server,
 )
-from cadenza_bench.simulate.group import SimulatedClock, SimulatedReplica
 from cadenza_bench.simulate.record import SimulationRecord
 from cadenza_bench.simulate.run import play_traffic
 from cadenza_bench.simulate.traffic import VOCAB_SIZE, TrafficArrival, TrafficOptions

@@ -15,8 +15,13 @@ from cadenza.cluster.router import Route, Router
 from cadenza.config import EngineLimits
 from cadenza.engine.open_requests import EngineLoad
 from cadenza.engine.route_report import RouteReport
-from cadenza_bench.simulate.device import SimulatedServer, make_simulated_core
-from cadenza_bench.simulate.group import SimulatedClock, SimulatedGroup, SimulatedReplica
+from cadenza_bench.simulate.device import (
+    SimulatedClock,
+    SimulatedGroup,
+    SimulatedReplica,
+    SimulatedServer,
+    make_simulated_core,
+)
 
 VOCAB_SIZE = 1000
 

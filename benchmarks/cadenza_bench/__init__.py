@@ -8,7 +8,7 @@ Modules:
 - `commands`: the flags of these commands, and what --quick stands for
 - `load`, `startup`, `startup_probe`: how fast weights are loaded and an engine starts
 - `fresh_process`: a new process that measures
-- `plots`, `serve_plots`: charts as PNG and as one page; those of served loads
+- `plots`: charts as PNG and as one page; those of served loads
 
 Beside them `batching`, `compare`, `simulate` and `spec_prefill` are packages.
 """

@@ -12,11 +12,11 @@ import typer
 from cadenza.bench.serve_options import LoadOptions
 from cadenza.cli.bench_command import BenchCommand, ShapeFlag, model_or_shape
 from cadenza.cli.options import EngineFlags, JsonFlag, ModelArgument
-from cadenza.cli.result import PlotFlag, check_plot
+from cadenza.cli.report import PlotFlag, check_plot
 from cadenza.cli.status import progress_bar, status_line
 from cadenza.config import EngineConfig
 from cadenza.errors import ConfigError
-from cadenza.spec_prefill_config import SpecPrefillConfig
+from cadenza.sparse_prefill import SpecPrefillConfig
 from cadenza_bench.batching.plan import BatchingOptions
 from cadenza_bench.compare.options import CompareOptions
 from cadenza_bench.simulate.traffic import TrafficOptions
@@ -58,8 +58,7 @@ def bench_compare(
 
     Any server with the OpenAI API will do. Exits with 1 when a request failed, or a load is void.
     """
-    from cadenza_bench.compare.report import comparison_result
-    from cadenza_bench.compare.rounds import compare_servers
+    from cadenza_bench.compare.rounds import compare_servers, comparison_result
 
     check_plot(plot)
     with status_line("starting") as report:

@@ -22,8 +22,7 @@ from cadenza.bench import OnStatus
 from cadenza.bench.machine import num_usable_cores
 from cadenza.bench.workloads import check_repeats
 from cadenza.checkpoint.folder import Checkpoint
-from cadenza.cli.report import counted, picked, section_text
-from cadenza.cli.result import Machine, Result, machine_text
+from cadenza.cli.report import Machine, Result, counted, machine_text, picked, section_text
 from cadenza.loading.build import find_configured, open_planned
 from cadenza.loading.memory import private_memory_bytes
 from cadenza_bench.fresh_process import run_in_fresh_process

@@ -15,8 +15,7 @@ from typing import Literal
 from cadenza import EngineConfig
 from cadenza.bench import OnStatus
 from cadenza.bench.workloads import check_repeats
-from cadenza.cli.report import Column, Columns, Text, as_table, counted, keys
-from cadenza.cli.result import Machine, Result, Rows
+from cadenza.cli.report import Column, Columns, Machine, Result, Rows, Text, as_table, counted, keys
 from cadenza.loading.build import find_configured
 from cadenza_bench.fresh_process import run_in_fresh_process
 

@@ -8,9 +8,9 @@ Modules:
 - `config`: the user's options (`EngineConfig`) and the resolved bounds (`EngineLimits`)
 - `option`: how an option is declared, with its bounds, help and names
 - `figures`: what is counted and measured, declared once for engine, `/metrics` and docs
-- `spec_prefill_config`: the value of `--spec-prefill`, and a request's `spec_prefill`
 - `speculative_config`: the value of `--speculative-config`
-- `sparse_prefill`: prompts of which only a part is computed, when a request asks for it
+- `sparse_prefill`: prompts of which only a part is computed: the value of `--spec-prefill`, a
+  request's choice, the tokens that are kept
 - `tenant`: on whose behalf a request is served
 - `bounds`: bounded values of requests, and what may be given in place of them
 - `request`: `Request`, `SamplingParams` and their `BOUNDS`, attachments
@@ -20,9 +20,9 @@ Modules:
   protocol of what decides which tokens may follow
 - `errors`: one tree of exceptions
 - `json_object`: typed access to untrusted JSON
-- `fingerprint`: what an answer depends on besides its request
+- `fingerprint`: what an answer depends on besides its request; what another machine needs to
+  compute it again
 - `kernel_proof`: what was compared of kernels' bits when a model was loaded
-- `receipt`: what another machine needs to compute an answer again
 - `server_link`: how a command reaches a server: its certificate, a proxy, what went wrong
 - `serve_app`: engines on many machines, as an application of Ray Serve
 """

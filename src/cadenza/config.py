@@ -11,7 +11,7 @@ from typing import Any, Literal, TypedDict, cast
 
 from cadenza.errors import ConfigError, show
 from cadenza.option import checked, is_folder_name, is_number, is_path_or_text, option, text
-from cadenza.spec_prefill_config import SpecPrefillConfig, parse_spec_prefill
+from cadenza.sparse_prefill import SpecPrefillConfig, parse_spec_prefill
 from cadenza.speculative_config import SpeculativeConfig, parse_speculative_config
 
 Ops = Literal["auto", "native", "reference", "cuda", "split"]

@@ -1,10 +1,17 @@
-"""`Fingerprint`: what an answer's tokens depend on besides its request, in named parts. Invariant:
-answers to equal requests whose fingerprints are equal have equal tokens and log probabilities, on
-any machine and in any batch. `loading.identity` finds the parts."""
+"""`Fingerprint`: what an answer's tokens depend on besides its request; `Receipt`: what another
+machine needs to compute an answer again, as JSON, without text. Invariant: answers to equal
+requests whose fingerprints are equal have equal tokens and log probabilities, on any machine and in
+any batch. `loading.identity` finds the parts."""
 
 import hashlib
+import struct
+from collections.abc import Sequence
 
 import msgspec
+
+from cadenza.events import FinishReason
+from cadenza.request import SamplingParams
+from cadenza.sparse_prefill import SparsePrefill
 
 ARITHMETIC_REVISION = 4
 """Of the named classes of arithmetic. To be raised when any bit of a step changes:
@@ -72,3 +79,41 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
     def digest(self) -> str:
         text = "\0".join(f"{name}={value}" for name, value in self.parts.items())
         return PREFIX + hashlib.sha256(text.encode()).hexdigest()[:_DIGEST_CHARS]
+
+
+RECEIPT_VERSION = 1
+
+
+class Receipt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One sample of a request, as a request of its own.
+
+    Args:
+        system_fingerprint: the digest of `fingerprint`.
+        params: all of them, with the seed that was used.
+        logprobs: of the tokens, natural logarithms.
+        logprob_digest: of their bits.
+        kept: the chunks of a thinned prompt that were computed (`sparse_prefill.KeptTokens.mask`).
+        seal: by which the server that made it knows it again.
+    """
+
+    receipt: int = RECEIPT_VERSION
+    system_fingerprint: str
+    fingerprint: Fingerprint
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    logprobs: tuple[float, ...]
+    logprob_digest: str
+    kept: bytes | msgspec.UnsetType = msgspec.UNSET
+    seal: str | msgspec.UnsetType = msgspec.UNSET
+
+
+def sparse_prefill_of(receipt: Receipt) -> SparsePrefill | None:
+    """With which an answer is computed again; None of a whole prompt."""
+    kept = receipt.kept
+    return SparsePrefill(keep=1.0, kept=kept) if isinstance(kept, bytes) else None
+
+
+def digest_of_logprobs(logprobs: Sequence[float]) -> str:
+    return hashlib.sha256(struct.pack(f"<{len(logprobs)}f", *logprobs)).hexdigest()

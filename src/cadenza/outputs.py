@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from cadenza.events import CacheMiss, ErrorKind, FinishReason
-from cadenza.receipt import Receipt
+from cadenza.fingerprint import Receipt
 
 OutputKind = Literal["cumulative", "delta", "final"]
 """Contents of each output: everything so far; only what is new; or everything, once at the end."""

@@ -21,8 +21,7 @@ from cadenza.bounds import (
 )
 from cadenza.config import MAX_LOGPROBS_BOUND
 from cadenza.errors import InvalidRequestError, must_be, show
-from cadenza.sparse_prefill import SparsePrefill
-from cadenza.spec_prefill_config import SpecPrefillChoice, as_spec_prefill
+from cadenza.sparse_prefill import SparsePrefill, SpecPrefillChoice, as_spec_prefill
 from cadenza.speculative_config import MAX_SPECULATIVE_TOKENS, Speculative, as_speculative
 from cadenza.structured import ConstraintSpec, StructuredOutput, as_structured
 from cadenza.tenant import ONE_TENANT, Tenant

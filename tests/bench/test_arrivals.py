@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from cadenza.bench.arrivals import Arrivals
+from cadenza.bench.datasets import Arrivals
 from cadenza.bench.serve_options import LoadOptions
 
 

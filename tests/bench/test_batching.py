@@ -11,8 +11,7 @@ from cadenza import EngineConfig
 from cadenza.bench.workloads import PlannedRequest
 from cadenza.cli import main
 from cadenza.errors import ConfigError
-from cadenza_bench.batching.bars import Bar
-from cadenza_bench.batching.ideal import ideal_gain
+from cadenza_bench.batching.bars import Bar, ideal_gain
 from cadenza_bench.batching.plan import (
     SETTINGS,
     BatchingLoad,

@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 
 from cadenza.bench.workloads import PlannedRequest
-from cadenza_bench.batching.bars import Bar
+from cadenza_bench.batching.bars import Bar, StepRates, ideal_gain, static_steps, waiting
 from cadenza_bench.batching.figures import ModeFigures, PlayedRun, first_token_difference
-from cadenza_bench.batching.ideal import StepRates, ideal_gain, static_steps, waiting
 from cadenza_bench.batching.plan import BatchingLoad, BatchingOptions
 from cadenza_bench.batching.player import PlayedRequest
 from cadenza_bench.batching.report import batching_result

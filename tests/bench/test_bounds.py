@@ -2,7 +2,7 @@
 
 import pytest
 
-from cadenza.bench.bounds import Cost, ModelCost, Prompts, Roofline
+from cadenza.bench.machine import Cost, ModelCost, Prompts, Roofline
 from cadenza.checkpoint.random_checkpoint import named_shape
 
 LAYER_PARAMETERS = 30 * (576 * (9 + 3 + 3) * 64 + 9 * 64 * 576 + 3 * 576 * 1536)

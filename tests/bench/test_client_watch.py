@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from cadenza.bench.client_watch import WatchedSelector
+from cadenza.bench.serve import WatchedSelector
 
 
 def readings(values: Sequence[float]) -> Callable[[], float]:

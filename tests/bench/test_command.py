@@ -13,9 +13,8 @@ import pytest
 
 from cadenza import EngineConfig
 from cadenza.backends import find_backend
-from cadenza.bench.bounds import Cost, Roofline
 from cadenza.bench.checkpoints import cached_checkpoint
-from cadenza.bench.machine import describe_machine
+from cadenza.bench.machine import Cost, Roofline, describe_machine
 from cadenza.bench.runs import OpShare, StepProfile, Timed
 from cadenza.bench.throughput import (
     ConcurrencyResult,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cadenza.cli.result import Chart, Series
+from cadenza.cli.report import Chart, Series
 from cadenza.errors import ConfigError
 from cadenza_bench.plots import COLOURS, require_plot_library, write_plots
 

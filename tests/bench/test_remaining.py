@@ -2,7 +2,7 @@
 
 import pytest
 
-from cadenza.bench.remaining import RemainingTime, about
+from cadenza.bench.throughput import RemainingTime, about
 from cadenza.bench.workloads import Workload
 
 WORKLOAD = Workload(input_len=10, output_len=16, repeats=2, concurrency=(1, 4))

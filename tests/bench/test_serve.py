@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cadenza.bench import Clock
-from cadenza.bench.arrivals import Arrivals
+from cadenza.bench.datasets import Arrivals
 from cadenza.bench.serve import MeasuredLoad, ServerError, capacity_rps, measure_serving
 from cadenza.bench.serve_client import RequestForm, ServeClient
 from cadenza.bench.serve_figures import (
@@ -24,7 +24,7 @@ from cadenza.bench.serve_figures import (
 from cadenza.bench.serve_options import Goodput, LoadOptions, ServerAddress
 from cadenza.bench.workloads import PlannedRequest
 from cadenza.cli import main
-from cadenza.cli.bench_serve import void_reasons
+from cadenza.cli.bench_report import void_reasons
 from cadenza.errors import ConfigError
 from tests.bench.scripted_server import (
     CUT,

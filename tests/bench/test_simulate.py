@@ -20,12 +20,13 @@ from cadenza.cli import main
 from cadenza.config import EngineLimits, SchedulingPolicy
 from cadenza.errors import ConfigError
 from cadenza_bench.simulate.device import (
+    SimulatedClock,
+    SimulatedReplica,
     SimulatedServer,
     SimulatedSteps,
     given_server,
     make_simulated_core,
 )
-from cadenza_bench.simulate.group import SimulatedClock, SimulatedReplica
 from cadenza_bench.simulate.record import GapCounts, PolicyFigures, SimulationRecord
 from cadenza_bench.simulate.run import play_traffic, simulate, simulate_all
 from cadenza_bench.simulate.traffic import VOCAB_SIZE, TrafficArrival, TrafficOptions

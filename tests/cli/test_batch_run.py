@@ -14,9 +14,8 @@ from cadenza.batch.step_schema import ModelInputs
 from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.cli.batch_run import BatchRun, Question, told
 from cadenza.cli.generate import report_failures, run_as_json, run_as_text
-from cadenza.cli.generate_report import json_lines
+from cadenza.cli.generate_view import frame, json_lines, live_view, print_result
 from cadenza.cli.interrupts import Interrupts
-from cadenza.cli.live_view import frame, live_view, print_result
 from cadenza.config import EngineLimits
 from cadenza.engine.core import EngineCore
 from cadenza.errors import InvalidRequestError, RunnerError

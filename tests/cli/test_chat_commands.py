@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from cadenza.cli.chat_commands import COMMANDS, ENDS, HELP, RETRY, obey
-from cadenza.cli.conversation import Asked, Conversation
+from cadenza.cli.conversation import COMMANDS, ENDS, HELP, RETRY, Asked, Conversation, obey
 from cadenza.cli.interrupts import Interrupts
 from cadenza.config import EngineConfig
 from cadenza.errors import InvalidRequestError

@@ -8,7 +8,7 @@ import pytest
 from typer.main import get_command
 
 from cadenza.cli.app import build_app
-from cadenza.cli.model_words import (
+from cadenza.cli.words import (
     first_model,
     model_and_out,
     model_and_prompts,

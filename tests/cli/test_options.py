@@ -16,7 +16,7 @@ from cadenza.cli.sampling_flags import SamplingFlags
 from cadenza.config import EngineConfig, EngineOptions, config_from_options
 from cadenza.errors import ConfigError
 from cadenza.option import Flag, flag
-from cadenza.spec_prefill_config import SpecPrefillConfig
+from cadenza.sparse_prefill import SpecPrefillConfig
 from cadenza.speculative_config import SpeculativeConfig
 from cadenza_bench.batching.plan import BatchingOptions
 from cadenza_bench.compare.options import CompareOptions

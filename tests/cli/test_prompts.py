@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from cadenza.cli.prompts import read_prompts_file, yes_or_no
+from cadenza.cli.words import read_prompts_file, yes_or_no
 from cadenza.errors import ConfigError, InvalidRequestError
 
 

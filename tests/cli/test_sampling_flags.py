@@ -10,7 +10,7 @@ from cadenza import SamplingParams, StructuredOutput
 from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.cli.batch_run import BatchStream, Question
 from cadenza.cli.generate import GenerateFlags
-from cadenza.cli.generate_report import block
+from cadenza.cli.generate_view import block
 from cadenza.cli.sampling_flags import SamplingFlags
 from cadenza.frontend.output_processor import OutputProcessor
 from cadenza.frontend.text_frontend import TextFrontend

@@ -14,21 +14,24 @@ import pytest
 from rich.console import Console
 
 from cadenza.cli import main
-from cadenza.cli.top_loop import (
+from cadenza.cli.top_view import (
     MAX_UNREAD,
     TROUBLE,
+    WAIT_WORDS,
     TopError,
     TopEvent,
+    TopState,
     advance,
     client_of,
     follow,
+    line,
     one_key_at_a_time,
     pressed,
     print_lines,
     put,
     read_events,
+    screen,
 )
-from cadenza.cli.top_view import WAIT_WORDS, TopState, line, screen
 from cadenza.engine.step_watch import WAIT_REASONS
 from cadenza.server_link import ServerLink
 

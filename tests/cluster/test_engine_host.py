@@ -12,8 +12,7 @@ from contextlib import ExitStack, closing
 import pytest
 
 from cadenza.cluster.engine_host import EngineHost, HostOptions
-from cadenza.cluster.handshake import HandshakeError, greet_client
-from cadenza.cluster.remote_engine import RemoteChild, remote_opener
+from cadenza.cluster.remote_engine import HandshakeError, RemoteChild, greet_client, remote_opener
 from cadenza.engine.process.child_process import EngineUnreachableError
 from cadenza.engine.process.launch import Execute
 from cadenza.errors import ConfigError

@@ -20,8 +20,7 @@ from cadenza.frontend.sparse_prompts import SparsePrompts
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.loading.build import open_planned
 from cadenza.request import Request, SamplingParams
-from cadenza.sparse_prefill import When
-from cadenza.spec_prefill_config import SpecPrefillChoice, SpecPrefillConfig
+from cadenza.sparse_prefill import SpecPrefillChoice, SpecPrefillConfig, When
 from tests.cli.harness import write_model
 from tests.engine.test_sparse_loading import SparseStub, config_of
 

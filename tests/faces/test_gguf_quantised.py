@@ -15,7 +15,7 @@ from cadenza.backends.xla.decoder import load_decoder
 from cadenza.backends.xla.layers.weight_source import WeightSource
 from cadenza.backends.xla.ops.native import NativeOps
 from cadenza.backends.xla.ops.table import DecoderSpec
-from cadenza.bench.bounds import ModelCost
+from cadenza.bench.machine import ModelCost
 from cadenza.checkpoint.folder import Checkpoint
 from cadenza.checkpoint.gguf.blocks import ENCODINGS
 from cadenza.checkpoint.opening import open_checkpoint

@@ -14,15 +14,17 @@ from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.loop import StepRunner
 from cadenza.errors import ConfigError, InvalidRequestError
 from cadenza.verification.image_modes import ImageSpans, image_modes
-from cadenza.verification.image_workload import (
-    ImageShape,
-    largest_span,
-    make_image_workload,
-    without_placeholders,
-)
 from cadenza.verification.step_faults import IMAGE_FAULTS, absent_faults, digest_without_sides
 from cadenza.verification.verifier import Verifier, VerifierResult
-from cadenza.verification.workload import Arrival, WorkloadShape, make_workload
+from cadenza.verification.workload import (
+    Arrival,
+    ImageShape,
+    WorkloadShape,
+    largest_span,
+    make_image_workload,
+    make_workload,
+    without_placeholders,
+)
 from cadenza.vision.processor import Detail, ImagePart, ImagePlan, Run
 
 VOCAB, IMAGE = 97, 3

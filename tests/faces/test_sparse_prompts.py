@@ -15,8 +15,7 @@ from cadenza.frontend.prepared_request import ChatPrompt
 from cadenza.frontend.sparse_prompts import SparsePrompts
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.request import Attachment, PoolingParams, Request, SamplingParams
-from cadenza.sparse_prefill import PromptSpan
-from cadenza.spec_prefill_config import SpecPrefillChoice, SpecPrefillConfig
+from cadenza.sparse_prefill import PromptSpan, SpecPrefillChoice, SpecPrefillConfig
 
 CONFIG = SpecPrefillConfig(keep=0.25, threshold=200, head=100)
 SERVER = SparsePrompts(config=CONFIG, scored_tokens=1000)

@@ -8,11 +8,11 @@ import msgspec
 import pytest
 
 from cadenza.config import EngineConfig
+from cadenza.fingerprint import Receipt
 from cadenza.frontend.loaded_model import LoadedModel, load_model
 from cadenza.frontend.output_processor import OutputProcessor, OutputRouter
 from cadenza.frontend.prepared_request import PreparedRequest
 from cadenza.frontend.receipts import with_receipt
-from cadenza.receipt import Receipt
 from cadenza.request import Request, SamplingParams
 from cadenza.sparse_prefill import KeptTokens, SparsePrefill
 from cadenza.verification.replay import read_receipts, replay_receipts

@@ -33,8 +33,7 @@ from cadenza.server.fields.types import (
     Unsupported,
 )
 from cadenza.server.limits import ServerLimits
-from cadenza.sparse_prefill import PromptSpan
-from cadenza.spec_prefill_config import SpecPrefillChoice
+from cadenza.sparse_prefill import PromptSpan, SpecPrefillChoice
 from tests.server.bodies import BODIES, GENERATING, NEEDED, PATHS, USER, checked, read, refusal
 from tests.server.harness import RunningServer
 from tests.server.scripted_engine import ScriptedEngine

@@ -11,10 +11,9 @@ import pytest
 
 from cadenza.cli import main
 from cadenza.errors import InvalidRequestError
-from cadenza.fingerprint import Fingerprint
+from cadenza.fingerprint import Fingerprint, Receipt
 from cadenza.frontend.loaded_model import LoadedModel
 from cadenza.frontend.receipts import ReceiptSeal
-from cadenza.receipt import Receipt
 from cadenza.server.operations.replay import MAX_TOKENS, check_fingerprint, place_of_difference
 from tests.ports import refusing_port
 from tests.server.harness import RunningServer

@@ -12,7 +12,7 @@ import pytest
 from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.frontend.sparse_prompts import SparsePrompts
 from cadenza.frontend.text_frontend import TextFrontend
-from cadenza.spec_prefill_config import SpecPrefillConfig
+from cadenza.sparse_prefill import SpecPrefillConfig
 from tests.server.harness import RunningServer, running_server
 from tests.server.scripted_engine import CAPABILITIES, ScriptedEngine
 from tests.server.test_metrics_and_log import read_metrics

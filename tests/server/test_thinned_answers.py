@@ -10,7 +10,7 @@ import pytest
 
 from cadenza.config import EngineConfig
 from cadenza.frontend.loaded_model import LoadedModel, load_model
-from cadenza.spec_prefill_config import SpecPrefillConfig
+from cadenza.sparse_prefill import SpecPrefillConfig
 from cadenza.verification.replay import read_receipts, replay_receipts
 from cadenza_bench.spec_prefill.tasks import TaskPrompt, make_prompt
 from tests.server.harness import RunningServer, running_server

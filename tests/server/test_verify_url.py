@@ -23,8 +23,14 @@ from cadenza.verification.differences import lack_of
 from cadenza.verification.forms import JSON_FORMS, TEXT_FORMS
 from cadenza.verification.modes import Stream, TokenRecord
 from cadenza.verification.option_matrix import OPTIONS, OptionMatrix, all_pairs, covering_rows
-from cadenza.verification.over_http import RemotePlayer, UrlOptions, verify_url
-from cadenza.verification.remote_matrix import SENT_AS, UNSEEDED, remote_options
+from cadenza.verification.over_http import (
+    SENT_AS,
+    UNSEEDED,
+    RemotePlayer,
+    UrlOptions,
+    remote_options,
+    verify_url,
+)
 from cadenza.verification.remote_server import SENT_OPTIONS, Answer, body_of
 from cadenza.verification.workload import LONGEST_PROMPT
 from tests.by_day import by_day

@@ -14,7 +14,7 @@ from cadenza.loading.draft import (
     sparse_gain,
 )
 from cadenza.models.model_config import ModelConfig
-from cadenza.spec_prefill_config import SpecPrefillConfig
+from cadenza.sparse_prefill import SpecPrefillConfig
 
 TARGET = named_shape("llama-3.2-1b")
 SMALL = replace(named_shape("smollm2-135m"), vocab_size=TARGET.vocab_size)

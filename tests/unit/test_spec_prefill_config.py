@@ -4,8 +4,8 @@ import pytest
 
 from cadenza.config import EngineConfig, config_from_options
 from cadenza.errors import ConfigError, InvalidRequestError
-from cadenza.sparse_prefill import PromptSpan
-from cadenza.spec_prefill_config import (
+from cadenza.sparse_prefill import (
+    PromptSpan,
     SpecPrefillChoice,
     SpecPrefillConfig,
     as_spec_prefill,

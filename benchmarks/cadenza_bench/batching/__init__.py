@@ -5,6 +5,6 @@ Modules:
 - `plan`: flags, settings, requests
 - `rounds`: the order of the runs, and the comparison of their tokens
 - `player`: requests on an engine under a policy of batching
-- `figures`, `ideal`, `bars`: figures, what lengths and rates allow, and what is asked for
+- `figures`, `bars`: figures; what lengths and rates allow, and what is asked for
 - `report`: JSON, text and charts
 """

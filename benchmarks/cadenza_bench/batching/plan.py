@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-from cadenza.bench.arrivals import Arrivals
+from cadenza.bench.datasets import Arrivals
 from cadenza.bench.workloads import (
     FIRST_TOKEN_ID,
     MAX_CLIENTS,

@@ -5,8 +5,20 @@ shown with the ratio, the bar, and what the lengths and the measured rates allow
 from collections.abc import Sequence
 
 from cadenza.bench.serve_figures import Spread
-from cadenza.cli.report import Column, Columns, Text, as_table, counted, digits_text, keys
-from cadenza.cli.result import Chart, Result, Rows, Series, machine_text
+from cadenza.cli.report import (
+    Chart,
+    Column,
+    Columns,
+    Result,
+    Rows,
+    Series,
+    Text,
+    as_table,
+    counted,
+    digits_text,
+    keys,
+    machine_text,
+)
 from cadenza_bench.batching.figures import Difference, ModeFigures
 from cadenza_bench.batching.plan import BatchingOptions, BatchingPlan
 from cadenza_bench.batching.rounds import BatchingResult

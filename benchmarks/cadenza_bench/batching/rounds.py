@@ -20,14 +20,13 @@ from cadenza.errors import ConfigError
 from cadenza.frontend.loaded_model import load_model
 from cadenza.loading.build import describe_backend, find_configured
 from cadenza.loading.engine_plan import EnginePlan
-from cadenza_bench.batching.bars import Bar, Measured, bars_of
+from cadenza_bench.batching.bars import Bar, Measured, StepRates, bars_of, ideal_gain, waiting
 from cadenza_bench.batching.figures import (
     Difference,
     ModeFigures,
     PlayedRun,
     first_token_difference,
 )
-from cadenza_bench.batching.ideal import StepRates, ideal_gain, waiting
 from cadenza_bench.batching.plan import (
     BatchingLoad,
     BatchingMode,

@@ -3,6 +3,5 @@
 Modules:
 
 - `options`: flags
-- `rounds`: the order of the rounds, and ratios
-- `report`: JSON, text and charts
+- `rounds`: the order of the rounds, ratios, and what is printed
 """

@@ -3,6 +3,6 @@
 Modules:
 
 - `traffic`: flags, and the requests
-- `device`, `group`: what stands in the place of a device; several engines as one
+- `device`: what stands in the place of a device; several engines as one
 - `run`, `record`: playing the traffic, and the report; what clients see of it
 """

@@ -11,7 +11,7 @@ from cadenza.bench.serve_figures import Spread, spread_of
 from cadenza.config import SchedulingPolicy
 from cadenza.errors import RunnerError
 from cadenza.events import Started
-from cadenza_bench.simulate.group import SimulatedReplica
+from cadenza_bench.simulate.device import SimulatedReplica
 from cadenza_bench.simulate.traffic import TrafficArrival, TrafficOptions
 
 HISTOGRAM_BASE = 1.01

@@ -6,18 +6,18 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from cadenza import Request, SamplingParams
-from cadenza.cli.report import Column, Columns, Text, as_table, keys, latency_text
-from cadenza.cli.result import Result, Rows
+from cadenza.cli.report import Column, Columns, Result, Rows, Text, as_table, keys, latency_text
 from cadenza.cluster.router import Router
 from cadenza.config import SchedulingPolicy
 from cadenza.errors import QueueFullError
 from cadenza.tenant import Tenant
-from cadenza_bench.simulate.device import SimulatedServer, make_simulated_core
-from cadenza_bench.simulate.group import (
+from cadenza_bench.simulate.device import (
     SimulatedClock,
     SimulatedGroup,
     SimulatedReplica,
+    SimulatedServer,
     happenings,
+    make_simulated_core,
 )
 from cadenza_bench.simulate.record import (
     PolicyFigures,

@@ -19,8 +19,7 @@ from cadenza.bench.runs import text_ids
 from cadenza.errors import ConfigError
 from cadenza.frontend.loaded_model import LoadedModel, load_model
 from cadenza.loading.draft import PrefillCost, cost_of_shape, sparse_gain
-from cadenza.sparse_prefill import CHUNK, KeptTokens, SparsePrefill, kept_of_mask
-from cadenza.spec_prefill_config import SpecPrefillConfig
+from cadenza.sparse_prefill import CHUNK, KeptTokens, SparsePrefill, SpecPrefillConfig, kept_of_mask
 from cadenza_bench.spec_prefill.options import SHORTEST, SpecPrefillOptions
 from cadenza_bench.spec_prefill.runs import (
     BASELINES,

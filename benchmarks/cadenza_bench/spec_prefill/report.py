@@ -6,8 +6,19 @@ Invariant: where a baseline gives as many right answers as the draft model, the 
 from collections.abc import Iterable
 from typing import Any
 
-from cadenza.cli.report import Column, Columns, Text, as_table, digits_text, keys
-from cadenza.cli.result import Chart, Result, Rows, Series, machine_text
+from cadenza.cli.report import (
+    Chart,
+    Column,
+    Columns,
+    Result,
+    Rows,
+    Series,
+    Text,
+    as_table,
+    digits_text,
+    keys,
+    machine_text,
+)
 from cadenza_bench.spec_prefill.measure import (
     CEILING,
     WAYS,

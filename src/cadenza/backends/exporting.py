@@ -46,8 +46,7 @@ from cadenza.models.config_json import CONFIG_FILE
 from cadenza.models.declaration import declare
 from cadenza.models.model_config import ModelConfig
 from cadenza.models.rope_factors import rope_factors
-from cadenza.weights.safetensors_file import NewTensor, write_shards
-from cadenza.weights.safetensors_writer import Part
+from cadenza.weights.safetensors_file import NewTensor, Part, write_shards
 from cadenza.weights.weight_format import FORMAT_OF_NAME, StoredDType, WeightDType
 from cadenza.weights.weights import Weights
 

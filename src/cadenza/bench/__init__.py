@@ -5,11 +5,10 @@ Invariants: the engine is known by its public faces only; every figure comes wit
 Modules:
 
 - `workloads`: settings of `throughput`, and bounds that benchmarks share
-- `throughput`, `runs`, `bounds`: tokens a second, the timed runs, and the machine's bound for them
-- `remaining`: how long the runs that are left will take
-- `machine`: the machine's description and roofline
-- `serve_options`, `datasets`, `arrivals`: loads on servers, their prompts, and when they are due
-- `serve`, `serve_client`, `client_watch`: how a server is loaded, by a client that is watched
+- `throughput`, `runs`: tokens a second, and the timed runs
+- `machine`: the machine's description and roofline, and what it allows a model
+- `serve_options`, `datasets`: loads on servers, their prompts, and when they are due
+- `serve`, `serve_client`: how a server is loaded, by a client that is watched
 - `serve_figures`: the figures of a served load
 - `checkpoints`: random checkpoints in the cache folder
 """

@@ -1,10 +1,10 @@
-"""Prompts of a load: drawn, or read from a file. Knows no tokenizer: drawn texts are counted in
-words, a file's answers in characters. Invariants: the same settings give the same requests; prompts
-of a file are repeated only when all were sent."""
+"""Prompts of a load, drawn or read from a file, and when they arrive. Lengths of drawn texts are in
+words, of a file's answers in characters. Invariants: the same settings give the same requests;
+prompts of a file are repeated only when all were sent."""
 
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, cast
@@ -234,3 +234,40 @@ def _members(value: object) -> dict[str, Any]:
 
 def _tokens(text: str) -> int:
     return max(1, len(text) // CHARS_PER_TOKEN)
+
+
+RampStrategy = Literal["linear", "exponential"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrivals:
+    """Requests a second, from `rate` to `end_rate` where they differ. `burstiness`: the gamma
+    distribution's shape. 1 is a Poisson process; the variance of the gaps is the square of their
+    mean, divided by this."""
+
+    rate: float
+    end_rate: float | None = None
+    strategy: RampStrategy = "linear"
+    burstiness: float = 1.0
+
+    @property
+    def highest_rate(self) -> float:
+        return max(self.rate, self.end_rate or 0.0)
+
+    def rate_at(self, index: int, count: int) -> float:
+        """The rate at which the request at `index` of `count` follows its predecessor."""
+        if self.end_rate is None:
+            return self.rate
+        progress = index / max(1, count - 1)
+        if self.strategy == "linear":
+            return self.rate + (self.end_rate - self.rate) * progress
+        return self.rate * (self.end_rate / self.rate) ** progress
+
+    def times(self, count: int, rng: random.Random) -> Iterator[float]:
+        """Seconds from the start to each request; the first is due at once."""
+        due_s = 0.0
+        for index in range(count):
+            if index:
+                mean_s = 1 / self.rate_at(index, count)
+                due_s += rng.gammavariate(self.burstiness, mean_s / self.burstiness)
+            yield due_s

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from cadenza.bench.arrivals import Arrivals
+from cadenza.bench.datasets import Arrivals
 from cadenza.bench.serve_options import Goodput
 
 PERCENTILES = (50.0, 95.0, 99.0)

@@ -11,13 +11,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
 
-from cadenza.bench.arrivals import Arrivals, RampStrategy
 from cadenza.bench.datasets import (
     DEFAULT_FILE_LENS,
+    Arrivals,
     DatasetName,
     DrawnPrompts,
     PromptFile,
     PromptSource,
+    RampStrategy,
 )
 from cadenza.bench.workloads import (
     FIRST_TOKEN_ID,

@@ -12,23 +12,20 @@ Modules:
 - `app_flags`: those flags as the keywords of a Ray Serve application
 - `serve_flags`: the flags of `serve`, as options of its parts
 - `served_models`: the models of `serve`: names, checkpoints, engine processes
-- `serve`, `generate`, `run`, `chat`, `info`, `quantize`, `export`, `bench`: one subcommand each
-- `verify`: `verify` and `replay`
-- `conversation`: the turns of `chat`, and which leave a full context
-- `chat_commands`, `chat_terminal`: what is typed there: commands; wrapped answers, the input's
-  history
-- `top`, `top_loop`, `top_view`: a server's batch in the terminal
+- `serve`, `generate`, `info`, `bench`: one subcommand each
+- `chat`, `export`, `verify`: `chat` and `run`, `export` and `quantize`, `verify` and `replay`
+- `conversation`, `chat_terminal`: the turns of `chat` and its commands; wrapped answers, what was
+  typed
+- `top`, `top_view`: a server's batch in the terminal
 - `cached_models`: `list`, `pull` and `rm`, for the hub's cache
 - `options`, `sampling_flags`: how flags are declared; the shared ones
 - `config_file`: flags from a file
-- `model_words`: which word is the model
-- `prompts`: prompts from files and stdin; y and n
-- `report`, `result`: a result's columns, described once, give its table and its JSON; a benchmark's
-  whole result, with charts
+- `words`: which word is the model; prompts from files and stdin
+- `report`: a result's columns, described once, give its table and its JSON; a benchmark's whole
+  result, with charts
 - `status`: what a long command is doing, on a terminal and in a pipe
-- `bench_command`, `bench_serve`: what benchmarks have in common; `bench serve`
-- `bench_report`, `generate_report`: columns of `bench throughput` and `generate`
-- `batch_run`, `live_view`: prompts in one batch, and its view in a terminal
+- `bench_command`, `bench_report`: what benchmarks have in common; `bench serve`; what is printed
+- `batch_run`, `generate_view`: prompts in one batch; its view in a terminal, and what is printed
 - `interrupts`: signals
 """
 

@@ -10,13 +10,11 @@ import typer
 import cadenza
 from cadenza.cli.bench import build_bench
 from cadenza.cli.cached_models import list_command, pull, rm
-from cadenza.cli.chat import chat
-from cadenza.cli.export import export
+from cadenza.cli.chat import chat, run
+from cadenza.cli.export import export, quantize
 from cadenza.cli.generate import generate
 from cadenza.cli.info import info
 from cadenza.cli.options import with_flags
-from cadenza.cli.quantize import quantize
-from cadenza.cli.run import run
 from cadenza.cli.serve import serve
 from cadenza.cli.top import top
 from cadenza.cli.verify import replay, verify_command

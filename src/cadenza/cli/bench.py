@@ -91,7 +91,7 @@ def bench_make_checkpoint(
 
 def commands() -> Mapping[str, BenchCommand]:
     """All subcommands, by name; without the laboratory's where that is not installed."""
-    from cadenza.cli.bench_serve import bench_serve
+    from cadenza.cli.bench_report import bench_serve
 
     found = {
         "throughput": BenchCommand(

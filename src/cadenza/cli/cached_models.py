@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 import typer
 
 from cadenza.cli.options import JsonFlag
-from cadenza.cli.prompts import YES_OR_NO, yes_or_no
 from cadenza.cli.report import Column, as_table, bytes_text, counted, json_line, print_table
+from cadenza.cli.words import YES_OR_NO, yes_or_no
 from cadenza.errors import InvalidRequestError
 
 if TYPE_CHECKING:

@@ -1,30 +1,31 @@
-"""`cadenza chat`: a conversation through the model's chat template, streamed. With stdin piped,
-each line is answered and nothing else is printed. Invariant: a full context loses turns only as
---context-policy says.
-"""
+"""`cadenza chat`: a conversation through the model's chat template, streamed; `cadenza run`: one
+answer, or a conversation where there is no prompt. With stdin piped, each line is answered and
+nothing else is printed. Invariant: a full context loses turns only as --context-policy says."""
 
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from cadenza.cli.chat_commands import COMMANDS, ENDS, IMAGE, RETRY, obey
+import typer
+
 from cadenza.cli.chat_terminal import InputHistory, WordWrap, completions, unechoed
-from cadenza.cli.conversation import Asked, Conversation
+from cadenza.cli.conversation import COMMANDS, ENDS, IMAGE, RETRY, Asked, Conversation, obey
 from cadenza.cli.interrupts import Interrupts, terminable
-from cadenza.cli.options import EngineFlags, ModelArgument, whole_or_auto
-from cadenza.cli.prompts import YES_OR_NO, yes_or_no
+from cadenza.cli.options import EngineFlags, ModelArgument, ModelFlag, whole_or_auto
 from cadenza.cli.sampling_flags import SamplingFlags
+from cadenza.cli.words import YES_OR_NO, first_model, read_piped_prompt, yes_or_no
 from cadenza.config import EngineConfig
-from cadenza.errors import InvalidRequestError
+from cadenza.errors import ConfigError, InvalidRequestError
 from cadenza.option import flag
 from cadenza.request import SamplingParams
 
 if TYPE_CHECKING:
     from cadenza.cli.batch_run import BatchStream
     from cadenza.frontend.loaded_model import LoadedModel, PlannedModel
+
 
 FAILED = 1
 MARK = "> "
@@ -346,9 +347,42 @@ def _print_times(talk: Conversation, stream: "BatchStream") -> None:
 
 
 def _print_failure(stream: "BatchStream") -> bool:
-    from cadenza.cli.generate_report import failure
+    from cadenza.cli.generate_view import failure
 
     text = failure(stream)
     if text is not None:
         print(f"cadenza chat: error: {text}", file=sys.stderr)
     return text is not None
+
+
+def run(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="MODEL [PROMPT]",
+            help="The model, unless --model names it; all other words are the prompt.",
+        ),
+    ] = None,
+    *,
+    model: ModelFlag = None,
+    flags: ChatFlags,
+    sampling: SamplingFlags,
+    config: EngineFlags,
+) -> int:
+    """Answer a prompt through the model's chat template; without a prompt, as `cadenza chat`.
+
+    What is piped into stdin is behind the prompt's words, or is the prompt.
+    """
+    name, prompt = first_model(words or (), model)
+    text = " ".join(prompt)
+    if not sys.stdin.isatty():
+        text = "\n\n".join(filter(None, (text, read_piped_prompt(sys.stdin))))
+        if not text:
+            raise ConfigError("there is no prompt: none is given, and stdin is empty")
+    if not text:
+        return chat(name, flags=flags, sampling=sampling, config=config)
+    is_shown = sys.stdout.isatty()
+    setup = ChatSetup(model=name, flags=flags, sampling=sampling, config=config)
+    with ExitStack() as stack:
+        talk = setup.open(stack, is_shown=is_shown)
+        return answer_once(talk, talk.question(text), terminal_writer() if is_shown else write)

@@ -15,7 +15,7 @@ from typing import Annotated, Any, cast, get_args, get_origin
 
 import typer
 
-from cadenza.cli.model_words import begins_with_model
+from cadenza.cli.words import begins_with_model
 from cadenza.errors import ConfigError
 
 NAME = "config_file"

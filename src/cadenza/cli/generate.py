@@ -13,10 +13,16 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO, cast
 import typer
 
 from cadenza.cli.interrupts import Interrupts
-from cadenza.cli.model_words import has_model_form, model_and_prompts
 from cadenza.cli.options import EngineFlags, JsonFlag, ModelFlag
-from cadenza.cli.prompts import Prompt, PromptsFormat, read_piped_prompt, read_prompts_file
 from cadenza.cli.sampling_flags import SamplingFlags
+from cadenza.cli.words import (
+    Prompt,
+    PromptsFormat,
+    has_model_form,
+    model_and_prompts,
+    read_piped_prompt,
+    read_prompts_file,
+)
 from cadenza.errors import ConfigError
 from cadenza.option import flag
 from cadenza.request import PARAMETERS, SamplingParams
@@ -247,7 +253,7 @@ def _steps_with_progress(run: "BatchRun", interrupts: Interrupts) -> Iterator[li
 
 def run_as_text(run: "BatchRun", interrupts: Interrupts) -> None:
     """Prints each answer when it is finished; after Ctrl-C also those that had begun."""
-    from cadenza.cli.generate_report import block
+    from cadenza.cli.generate_view import block
 
     left = list(run.streams)
 
@@ -266,7 +272,7 @@ def run_as_text(run: "BatchRun", interrupts: Interrupts) -> None:
 
 def run_as_json(run: "BatchRun", interrupts: Interrupts, facts: dict[str, str]) -> None:
     """Prints an object for each sample at the end, also after Ctrl-C."""
-    from cadenza.cli.generate_report import json_lines
+    from cadenza.cli.generate_view import json_lines
 
     try:
         for _ in _steps_with_progress(run, interrupts):
@@ -280,7 +286,7 @@ def run_on_terminal(run: "BatchRun", interrupts: Interrupts, sampling: str) -> N
     """Shows the streams side by side; at the end, and after Ctrl-C, the answers and a table."""
     from rich.console import Console
 
-    from cadenza.cli.live_view import live_view, print_result
+    from cadenza.cli.generate_view import live_view, print_result
 
     console = Console(highlight=False)
     try:
@@ -295,7 +301,7 @@ def run_on_terminal(run: "BatchRun", interrupts: Interrupts, sampling: str) -> N
 
 def report_failures(run: "BatchRun") -> int:
     """The exit code: 1 when a stream failed, with a line on stderr for each that did."""
-    from cadenza.cli.generate_report import failure
+    from cadenza.cli.generate_view import failure
 
     failures = [text for stream in run.streams if (text := failure(stream)) is not None]
     for text in failures:

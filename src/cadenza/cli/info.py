@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from cadenza.loading.engine_plan import EnginePlan
     from cadenza.loading.planned_engine import PlannedEngine
     from cadenza.models.model_config import ModelConfig
-    from cadenza.spec_prefill_config import SpecPrefillConfig
+    from cadenza.sparse_prefill import SpecPrefillConfig
 
 MeasureFlag = Annotated[
     bool,

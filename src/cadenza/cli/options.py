@@ -19,7 +19,7 @@ import typer
 from cadenza.backends import BACKENDS, resolve_backend
 from cadenza.cli.config_file import MODEL_WORD, ConfigFile, config_parameter
 from cadenza.cli.config_file import NAME as CONFIG_FILE
-from cadenza.cli.model_words import only_model
+from cadenza.cli.words import only_model
 from cadenza.config import EngineConfig, MaxItlMs, refuse_fp8_kv
 from cadenza.errors import ConfigError
 from cadenza.option import Flag, words_of

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cadenza import __version__
-from cadenza.cli.model_words import several_models
 from cadenza.cli.options import EngineFlags
 from cadenza.cli.serve_flags import (
     AcceptedFlags,
@@ -24,6 +23,7 @@ from cadenza.cli.serve_flags import (
     without_keys,
 )
 from cadenza.cli.served_models import local_places, make_service
+from cadenza.cli.words import several_models
 from cadenza.config import EngineConfig
 from cadenza.errors import CadenzaError, ConfigError, EngineUnavailableError
 

@@ -23,8 +23,7 @@ def top(
     On a terminal it is one screen: q quits, p pauses the picture, s changes the rows' order.
     Elsewhere it prints a line a second while something is computed.
     """
-    from cadenza.cli.top_loop import client_of, print_lines, read_events, show_screens
-    from cadenza.cli.top_view import TopState
+    from cadenza.cli.top_view import TopState, client_of, print_lines, read_events, show_screens
 
     link = ServerLink(url=url, api_key=api_key, cacert=cacert)
     with client_of(link, model) as client:

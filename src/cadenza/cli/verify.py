@@ -168,8 +168,7 @@ def _verify(options: "VerifyOptions", *, as_json: bool) -> "Verdict":
 
 
 def _verify_url(flags: VerifyFlags, url: str, model: str | None, *, as_json: bool) -> "Verdict":
-    from cadenza.verification.over_http import NUM_REQUESTS, UrlOptions, verify_url
-    from cadenza.verification.remote_matrix import remote_options
+    from cadenza.verification.over_http import NUM_REQUESTS, UrlOptions, remote_options, verify_url
 
     for given, is_given in (
         (f"the model {model}", model is not None),
@@ -329,8 +328,8 @@ def replay(
 def _replay_at(
     link: ServerLink, receipts: "list[NamedReceipt]", model: str | None
 ) -> "list[Replayed]":
-    from cadenza.verification.remote_replay import replay_at
     from cadenza.verification.remote_server import RemoteApi
+    from cadenza.verification.replay import replay_at
 
     with closing(RemoteApi(link)) as api:
         return [*replay_at(api, receipts, model)]

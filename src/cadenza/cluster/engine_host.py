@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from cadenza.cluster.handshake import MIN_SECRET_BYTES, greet_client, tell_pid
+from cadenza.cluster.remote_engine import MIN_SECRET_BYTES, greet_client, tell_pid
 from cadenza.cluster.shared_engine import SharedEngine
 from cadenza.engine.process.child_process import ChildProcess
 from cadenza.engine.process.launch import COMMAND, Execute, execute

@@ -13,10 +13,9 @@ from msgspec import UNSET
 
 from cadenza.engine.sample_seed import seed_of_sample
 from cadenza.errors import InvalidRequestError
-from cadenza.fingerprint import Fingerprint
+from cadenza.fingerprint import Fingerprint, Receipt, digest_of_logprobs
 from cadenza.frontend.prepared_request import OWN_TERMS, PreparedRequest, Terms
 from cadenza.outputs import CompletionOutput
-from cadenza.receipt import Receipt, digest_of_logprobs
 from cadenza.request import Request
 
 

@@ -19,9 +19,10 @@ from cadenza.sparse_prefill import (
     POOL,
     PromptSpan,
     SparsePrefill,
+    SpecPrefillChoice,
+    SpecPrefillConfig,
     kept_of_mask,
 )
-from cadenza.spec_prefill_config import SpecPrefillChoice, SpecPrefillConfig
 from cadenza.text.tokens.provenance import MarkedText
 
 WholeReason = Literal[

@@ -19,8 +19,7 @@ from cadenza.loading.plan import choose_dtype, choose_quantization, memory_of
 from cadenza.models.declaration import EMBEDDING, HEAD, declare
 from cadenza.models.model_config import ModelConfig, scoring_refusal, sparse_refusal
 from cadenza.models.operations import attended_operations, head_tensor, token_operations
-from cadenza.sparse_prefill import LOOK_AHEAD
-from cadenza.spec_prefill_config import SpecPrefillConfig
+from cadenza.sparse_prefill import LOOK_AHEAD, SpecPrefillConfig
 from cadenza.text.tokens.tokenizer import Tokenizer, TokenizerSource
 from cadenza.weights.weight_format import item_bytes
 

@@ -9,11 +9,11 @@ Modules:
 - `self_test`, `step_faults`: faults that the verifier must catch
 - `verifier`: plays the modes and gives the verdict
 - `differences`: compares two streams
-- `workload`, `image_workload`: the requests
+- `workload`: the requests
 - `option_matrix`: the combinations of sampling options
 - `forms`: structured outputs for them, and faults of masks
 - `modes`, `image_modes`: the ways in which they are run
-- `over_http`, `remote_server`, `remote_matrix`: the same against a server, through its client
-- `replay`, `remote_replay`: computes answers again from their receipts, here or at a server
+- `over_http`, `remote_server`: the same against a server, through its client
+- `replay`: computes answers again from their receipts, here or at a server
 - `reference`: the reference engine: one request at a time, without batching
 """

@@ -1,13 +1,14 @@
-"""Replays receipts: each request is computed again, alone, and compared bit for bit. Invariant: a
-receipt is equal only if its fingerprint fits and every token and every bit of every log probability
-is.
-"""
+"""Replays receipts: each request is computed again, alone, here or at the server that gave the
+receipt (`POST /v1/receipts/replay`), and compared. Invariant: a receipt is equal only if its
+fingerprint fits and every token and every bit of every log probability is."""
 
 import re
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -19,16 +20,22 @@ from cadenza.errors import (
     InvalidRequestError,
     show_size,
 )
-from cadenza.fingerprint import Fingerprint
+from cadenza.fingerprint import (
+    RECEIPT_VERSION,
+    Fingerprint,
+    Receipt,
+    digest_of_logprobs,
+    sparse_prefill_of,
+)
 from cadenza.frontend.loaded_model import LoadedModel, PlannedModel, open_model
 from cadenza.frontend.output_processor import OutputProcessor, OutputRouter
 from cadenza.frontend.prepared_request import PreparedRequest, RequestOptions
 from cadenza.loading.engine_plan import pages_for_batch, with_pool
 from cadenza.loading.identity import find_setting
 from cadenza.loading.planned_engine import PlannedEngine
-from cadenza.receipt import RECEIPT_VERSION, Receipt, digest_of_logprobs, sparse_prefill_of
 from cadenza.request import Request
-from cadenza.spec_prefill_config import NO_MODEL, SpecPrefillConfig
+from cadenza.sparse_prefill import NO_MODEL, SpecPrefillConfig
+from cadenza.verification.remote_server import BusyError, RefusedError, RemoteApi
 
 MAX_RECEIPT_BYTES = 1 << 30
 
@@ -302,3 +309,46 @@ def receipt_difference(receipt: Receipt, again: Receipt) -> Iterator[str]:
             f"the finish reason differs: {receipt.finish_reason} in the receipt, "
             f"{again.finish_reason} here"
         )
+
+
+PATH = "/v1/receipts/replay"
+RETRY_S, MAX_RETRIES = 0.2, 300
+"""While the server replays another one's receipt."""
+
+
+def replay_at(
+    api: RemoteApi, receipts: Iterable[NamedReceipt], model: str | None = None
+) -> Iterator[Replayed]:
+    """The verdicts, in the receipts' order; `model`: one of several of the server's. Raises
+    ConfigError if there is no answer."""
+    for each in receipts:
+        num_tokens = len(each.receipt.token_ids)
+        differences = tuple(_differences(api, each, model))
+        yield Replayed(source=each.source, num_tokens=num_tokens, differences=differences)
+
+
+def _differences(api: RemoteApi, each: NamedReceipt, model: str | None) -> Iterator[str]:
+    body: dict[str, Any] = {"receipt": msgspec.to_builtins(each.receipt)}
+    if model is not None:
+        body["model"] = model
+    try:
+        answer = _answer(api, body)
+    except RefusedError as error:
+        yield str(error)
+        return
+    if answer["equal"]:
+        return
+    again = msgspec.structs.replace(
+        each.receipt, token_ids=tuple(answer["tokens"]), logprobs=tuple(answer["logprobs"])
+    )
+    found = [*receipt_difference(each.receipt, again)]
+    yield from found or ["the finish reason or the digest of the log probabilities differs"]
+
+
+def _answer(api: RemoteApi, body: dict[str, Any]) -> Any:
+    for _ in range(MAX_RETRIES):
+        try:
+            return api.fetch(PATH, body)
+        except BusyError:
+            time.sleep(RETRY_S)
+    return api.fetch(PATH, body)

@@ -36,13 +36,6 @@ from cadenza.models.model_config import window_of
 from cadenza.structured import CompileConstraint
 from cadenza.verification.forms import Forms, make_forms
 from cadenza.verification.image_modes import ImageSpans
-from cadenza.verification.image_workload import (
-    DigestOf,
-    ImageShape,
-    largest_span,
-    make_image_workload,
-    without_placeholders,
-)
 from cadenza.verification.modes import MakeCore
 from cadenza.verification.option_matrix import FORM_FIELD, MatrixVocabulary, OptionMatrix
 from cadenza.verification.reference import build_reference
@@ -56,10 +49,15 @@ from cadenza.verification.verifier import (
 )
 from cadenza.verification.workload import (
     Arrival,
+    DigestOf,
+    ImageShape,
     WorkloadShape,
+    largest_span,
     longest_prompt,
+    make_image_workload,
     make_workload,
     with_sparse_prompts,
+    without_placeholders,
 )
 from cadenza.vision.processor import image_digest
 

@@ -20,7 +20,6 @@ from cadenza.loading.build import constraint_compiler, describe_backend
 from cadenza.speculative_config import SpeculativeConfig
 from cadenza.structured import CompileConstraint
 from cadenza.verification.forms import MASK_FAULTS, make_forms
-from cadenza.verification.image_workload import DigestOf
 from cadenza.verification.run import (
     EngineParts,
     VerifierWorkload,
@@ -41,7 +40,7 @@ from cadenza.verification.step_faults import (
     digest_without_sides,
 )
 from cadenza.verification.verifier import ReportProgress, Verdict, VerifierResult
-from cadenza.verification.workload import LONGEST_SHORT_PROMPT
+from cadenza.verification.workload import LONGEST_SHORT_PROMPT, DigestOf
 from cadenza.vision.processor import image_digest
 
 DRAFTS = SpeculativeConfig(method="ngram", prompt_lookup_min=1)

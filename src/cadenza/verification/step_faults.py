@@ -13,8 +13,7 @@ from cadenza.batch.batch import Batch, BatchEntry, SeenImage
 from cadenza.batch.packing import Packer
 from cadenza.batch.step_schema import ModelInputs
 from cadenza.config import EngineLimits
-from cadenza.verification.image_workload import has_turned_images
-from cadenza.verification.workload import Arrival
+from cadenza.verification.workload import Arrival, has_turned_images
 from cadenza.vision.processor import ImagePart
 
 Spoil = Callable[[ModelInputs, Batch], None]

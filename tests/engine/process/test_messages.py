@@ -42,8 +42,7 @@ from cadenza.events import (
 )
 from cadenza.figures import Distribution
 from cadenza.request import Attachment, Request, SamplingParams
-from cadenza.sparse_prefill import PromptSpan, SparsePrefill
-from cadenza.spec_prefill_config import SpecPrefillChoice
+from cadenza.sparse_prefill import PromptSpan, SparsePrefill, SpecPrefillChoice
 from cadenza.structured import ConstraintSpec, StructuredOutput
 
 PARAMS = SamplingParams(

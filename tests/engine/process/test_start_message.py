@@ -23,8 +23,7 @@ from cadenza.config import (
     EngineConfig,
 )
 from cadenza.engine.process.messages import Start, decode_to_engine, encode
-from cadenza.sparse_prefill import LEAST_KEEP, MOST_KEEP, When
-from cadenza.spec_prefill_config import MAX_THRESHOLD, SpecPrefillConfig
+from cadenza.sparse_prefill import LEAST_KEEP, MAX_THRESHOLD, MOST_KEEP, SpecPrefillConfig, When
 from cadenza.speculative_config import (
     MAX_LOOKUP_TOKENS,
     MAX_SPECULATIVE_TOKENS,

@@ -50,8 +50,7 @@ from cadenza.server.fields.types import (
     object_schema,
     refuse,
 )
-from cadenza.sparse_prefill import LEAST_KEEP, MOST_KEEP, When
-from cadenza.spec_prefill_config import MAX_SPANS, MAX_THRESHOLD
+from cadenza.sparse_prefill import LEAST_KEEP, MAX_SPANS, MAX_THRESHOLD, MOST_KEEP, When
 
 MAX_CHOICES = 2048
 """Answers of one call: its prompts times `n`."""

@@ -13,11 +13,10 @@ import msgspec
 
 from cadenza.engine.batch_engine import ServedEngine
 from cadenza.errors import InvalidRequestError
-from cadenza.fingerprint import Fingerprint
+from cadenza.fingerprint import RECEIPT_VERSION, Fingerprint, Receipt, sparse_prefill_of
 from cadenza.frontend.prepared_request import AnyPrompt, PreparedRequest, Terms
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.outputs import RequestOutput
-from cadenza.receipt import RECEIPT_VERSION, Receipt, sparse_prefill_of
 from cadenza.request import Request, SamplingParams
 from cadenza.server.calls.encoder import AnswerHead
 from cadenza.server.calls.request import CallContext, CallRequest, GeneratingEndpoint
