@@ -12,13 +12,12 @@ from typing import Any, cast
 from cadenza.errors import InvalidRequestError, must_be, show
 from cadenza.option import is_integer
 
-_SURROGATE = re.compile("[\ud800-\udfff]")
-"""Lone surrogates, which UTF-8 cannot encode."""
+_SURROGATE = re.compile("[\ud800-\udfff]")  # lone surrogates, which UTF-8 cannot encode
 
 
 @dataclass(frozen=True, slots=True)
 class NumberBound:
-    """A number in [`low`, `high`]; an integer if `is_integer`."""
+    """In [`low`, `high`]."""
 
     low: float
     high: float
@@ -35,20 +34,13 @@ class ListBound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParameter:
-    """What is declared of a sampling parameter beside its type and default.
+    """What is declared of a sampling parameter beside its type and default."""
 
-    Args:
-        help: for the API's description and the command line.
-        within: its bounds; None: those of its type.
-        renamed: what the bodies of some dialects call it.
-        also: what other engines call it.
-        recommended: the key of generation_config.json by which a model recommends a value.
-    """
-
-    help: str
-    within: NumberBound | ListBound | None = None
-    renamed: tuple[str, ...] = ()
-    also: tuple[str, ...] = ()
+    help: str  # for the API's description and the command line
+    within: NumberBound | ListBound | None = None  # its bounds; None: those of its type
+    renamed: tuple[str, ...] = ()  # what the bodies of some dialects call it
+    also: tuple[str, ...] = ()  # what other engines call it
+    # The key of generation_config.json by which a model recommends a value.
     recommended: str | None = None
 
 
@@ -60,8 +52,8 @@ def parameter(
     recommended: str | None = None,
     **names: str,
 ) -> Any:
-    """A dataclass field that is a sampling parameter; the arguments are `SamplingParameter`'s, with
-    names as one text, and bounds of a number as two, whole if it is."""
+    """A dataclass field that is a sampling parameter; names are one text, bounds of a number two,
+    whole if it is."""
     is_pair = isinstance(within, tuple)
     bound = NumberBound(*within, is_integer=isinstance(within[0], int)) if is_pair else within
     lists = {kind: tuple(text.split()) for kind, text in names.items()}
@@ -74,8 +66,8 @@ BIAS = NumberBound(-100.0, 100.0)
 
 
 def as_token_ids(name: str, value: object) -> tuple[int, ...]:
-    """The integers of a sequence or a one-dimensional array as Python ints. Raises
-    InvalidRequestError with the `param` `name` for anything else."""
+    """The integers of a sequence or a one-dimensional array. Raises InvalidRequestError with the
+    `param` `name`."""
     entries = sequence_of(value)
     if entries is None:
         raise must_be(name, value, "token ids")
@@ -102,7 +94,7 @@ def sequence_of(value: object) -> SequenceOf[object] | None:
 
 
 def as_number(name: str, value: object, bound: NumberBound) -> int | float:
-    """A number as a Python one. Raises InvalidRequestError, as those below."""
+    """Raises InvalidRequestError, as those below."""
     is_number = is_integer(value) or (isinstance(value, Real) and not bound.is_integer)
     # The comparison is false for NaN and works for integers of any size.
     if is_number and not isinstance(value, bool) and bound.low <= cast(float, value) <= bound.high:

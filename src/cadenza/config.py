@@ -25,13 +25,11 @@ GenerationConfig = Literal["auto", "none"]
 Batching = Literal["continuous", "static"]
 SchedulingPolicy = Literal["fcfs", "shortest_first", "priority"]
 AdmissionMode = Literal["conservative", "balanced", "optimistic"]
-MaxItlMs = float | str
-"""Milliseconds, "auto" or "none"."""
-WholeOrAuto = int | Literal["auto"] | None
-"""None is as "auto"; `EngineConfig` says what that is."""
+MaxItlMs = float | str  # milliseconds, "auto" or "none"
+WholeOrAuto = int | Literal["auto"] | None  # None is as "auto"; `EngineConfig` says what that is
 
+# Models of the package, by the names that commands take; a folder of that name comes before.
 PACKAGED_MODELS = ("bundled", "bundled-vision")
-"""Models of the package, by the names that commands take; a folder of that name comes before."""
 
 PAGE_SIZE_UNIT = 16
 DEFAULT_SNAPSHOT_INTERVAL = 512
@@ -88,17 +86,13 @@ def refuse_fp8_kv(kv_cache_dtype: object) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Engine options; `None` means that a value is chosen at load time.
+    """Engine options; `None` means that a value is chosen at load time. Raises ConfigError where a
+    value is out of bounds; the message names the flag.
 
     Options take the words that their flags take: "auto" for a whole number, or for a share that may
-    be None, is None, or the field's default where None is no value of it.
-    `backend` is only checked to be printable; `backends.find_backend` refuses unknown names.
-    `max_itl_ms` bounds the time of a step; "none" does not, "auto" derives the bound of a server
-    from measured steps and is "none" elsewhere.
-
-    Raises:
-        ConfigError: a value is outside its bounds; the message names the flag.
-    """
+    be None, is None, or the field's default where None is no value of it. `max_itl_ms`: "none"
+    bounds nothing; "auto" derives the bound of a server from measured steps and is "none"
+    elsewhere."""
 
     backend: str = option("auto", "What computes.", read=text("must be auto, or a backend's name"))
     device: str = option(
@@ -338,8 +332,8 @@ class EngineConfig:
 
 
 class EngineOptions(TypedDict, total=False):
-    """The options of `LLM` and `AsyncEngine.from_model`: `EngineConfig`'s fields, with other
-    accepted types."""
+    """The options of `LLM` and `AsyncEngine.from_model`: `EngineConfig`'s fields, of other types
+    too."""
 
     backend: str
     device: str
@@ -404,27 +398,20 @@ def config_from_options(options: Mapping[str, object]) -> EngineConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageLimits:
-    """Of an engine whose model sees.
+    """Of an engine whose model sees."""
 
-    Args:
-        token_id: that of placeholders.
-        num_slots: of embeddings on the device, one for each placeholder.
-        has_rope_axes: placeholders have rope positions of their own (`core.packing`).
-    """
-
-    token_id: int
-    num_slots: int
-    has_rope_axes: bool = True
+    token_id: int  # that of placeholders
+    num_slots: int  # of embeddings on the device, one for each placeholder
+    has_rope_axes: bool = True  # placeholders have rope positions of their own (`core.packing`)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLimits:
     """The resolved limits of the engine core; every numeric field is a count.
     `max_num_batched_tokens` >= `max_num_seqs`, so that every running row gets a token in each step.
-    `slot_unit` says where a sequence's prefix can be continued by another one, if each has a slot
-    of its own: see `core.slot_prefixes`. None if sequences have pages. `num_state_slots` is 0 for a
-    model without recurrent state; `state_snapshot_interval` is that of `EngineConfig`. `images` is
-    None where none are encoded; they change the bits of no answer."""
+    `slot_unit`: where a sequence's prefix can be continued by another one, if each has a slot of
+    its own; None with pages. `num_state_slots`: 0 without recurrent state. `images`: None where
+    none are encoded."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -456,8 +443,8 @@ class EngineLimits:
 
     @property
     def of_steps(self) -> "EngineLimits":
-        """What may decide bits of a step: the shapes of its arrays and the context. Not the sizes
-        of pools and queues, which follow the free memory, nor the bound on failed steps."""
+        """What may decide bits of a step: not the sizes of pools and queues, which follow the free
+        memory."""
         return dataclasses.replace(
             self,
             num_pages=0,
@@ -469,7 +456,7 @@ class EngineLimits:
 
     @property
     def placeholder(self) -> int | None:
-        """The token that stands for images, which is never generated; None without any."""
+        """The token that stands for images, which is never generated."""
         return None if self.images is None else self.images.token_id
 
     @property

@@ -1,15 +1,21 @@
-"""The exception hierarchy. CadenzaError ├── InvalidRequestError the request cannot be served as
-written │ ├── ContextLengthError prompt and max_tokens exceed the model's context │ └──
-TextTooLongError a text has more tokens than allowed ├── QueueFullError the waiting queue is full;
-retry later ├── FormNotCheckedError a structured output could not be checked; retry later ├──
-ConfigError an option has an invalid value ├── CheckpointError a model folder cannot be read or is
-not supported ├── DeviceUnavailableError the requested device is not available on this machine ├──
-EngineClosedError the engine was shut down ├── EngineUnavailableError the engine is loading,
-draining, restarting or dead ├── EngineStalledError the engine computes nothing although requests
-are open ├── RunnerError the runner failed or broke its contract └── CompileAfterWarmupError a
-program was compiled after warm-up Messages say what was given (formatted by `show`), what is
-allowed and what to change. `AssertionError` is for Cadenza's own bugs and is never reachable from
-user input."""
+"""The exceptions. Messages say what was given (formatted by `show`), what is allowed and what to
+change. `AssertionError` is for Cadenza's own bugs and is never reachable from user input."""
+
+# CadenzaError
+# ├── InvalidRequestError         the request cannot be served as written
+# │   ├── ContextLengthError      prompt and max_tokens exceed the model's context
+# │   ├── MessagesRefusedError    a chat template refuses the messages
+# │   └── TextTooLongError        a text has more tokens than allowed
+# ├── QueueFullError              the waiting queue is full; retry later
+# ├── FormNotCheckedError         a structured output could not be checked; retry later
+# ├── ConfigError                 an option has an invalid value
+# ├── CheckpointError             a model folder cannot be read or is not supported
+# ├── DeviceUnavailableError      the requested device is not available on this machine
+# ├── EngineClosedError           the engine was shut down
+# ├── EngineUnavailableError      the engine is loading, draining, restarting or dead
+# ├── EngineStalledError          the engine computes nothing although requests are open
+# ├── RunnerError                 the runner failed or broke its contract
+# └── CompileAfterWarmupError     a program was compiled after warm-up
 
 from math import ceil
 
@@ -30,7 +36,6 @@ class InvalidRequestError(CadenzaError, ValueError):
 
 
 def must_be(param: str, given: object, wanted: str) -> InvalidRequestError:
-    """The error of a field whose value is not what is allowed."""
     return InvalidRequestError(f"{param} is {show(given)}; it must be {wanted}", param=param)
 
 
@@ -68,8 +73,8 @@ class MessagesRefusedError(InvalidRequestError):
 
 
 class TextTooLongError(InvalidRequestError):
-    """A text has more tokens than allowed. `length` is the known length as text; `num_tokens` is
-    None if the text was refused by its number of characters, without tokenizing it."""
+    """A text has more tokens than allowed; `num_tokens` is None where it was refused by its
+    characters."""
 
     def __init__(self, message: str, *, num_tokens: int | None, length: str) -> None:
         super().__init__(message, param="prompt")
@@ -78,8 +83,8 @@ class TextTooLongError(InvalidRequestError):
 
 
 class QueueFullError(CadenzaError):
-    """The waiting queue is full, or too long. `retry_after_s` estimates the seconds until the
-    request would have started; None if unknown."""
+    """The waiting queue is full, or too long. `retry_after_s`: until the request would have
+    started; None if unknown."""
 
     def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
         super().__init__(message)
@@ -107,8 +112,8 @@ class EngineClosedError(CadenzaError):
 
 
 class EngineUnavailableError(CadenzaError):
-    """The engine accepts no requests at present. `retry_after_s` estimates the seconds until it
-    does; None if unknown or if it never will."""
+    """The engine accepts no requests now. `retry_after_s`: until it does; None if unknown or
+    never."""
 
     def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
         super().__init__(message)
@@ -128,7 +133,7 @@ class CompileAfterWarmupError(CadenzaError):
 
 
 def show(value: object) -> str:
-    """`repr(value)` for an error message: one line, truncated; a huge integer by its bit length."""
+    """`repr(value)` on one line, truncated; a huge integer by its bit length."""
     if isinstance(value, int) and value.bit_length() > MAX_SHOWN_BITS:
         return f"an integer of {value.bit_length()} bits"
     try:

@@ -11,8 +11,8 @@ Source = TypeVar("Source")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distribution:
-    """A histogram. `counts[i]` is the number of values in (bounds[i - 1], bounds[i]], the last one
-    that of values above all bounds; `total` is the sum of all values."""
+    """A histogram. `counts[i]`: values in (bounds[i - 1], bounds[i]], the last one those above all
+    bounds; `total`: their sum."""
 
     bounds: tuple[float, ...]
     counts: tuple[int, ...]
@@ -37,11 +37,9 @@ class Tally:
 
     @property
     def total(self) -> float:
-        """The sum of all values."""
         return self._total
 
     def add(self, value: float, count: int = 1) -> None:
-        """Adds `count` occurrences of `value`."""
         self._counts[bisect_left(self._bounds, value)] += count
         self._total += value * count
 
@@ -50,27 +48,20 @@ class Tally:
 
 
 FigureType = Literal["counter", "gauge", "histogram"]
+# A number, numbers by the values of a figure's labels (joined by commas), or a histogram.
 Reading = int | float | Mapping[str, int | float] | Distribution
-"""A number, numbers by the values of a figure's labels (joined by commas), or a histogram."""
 
 
 @dataclass(frozen=True, slots=True)
 class Figure(Generic[Source]):
-    """What is counted or measured of a `Source`.
+    """What is counted or measured of a `Source`."""
 
-    Args:
-        name: in `/metrics`, without its prefix and a counter's `_total`.
-        read: None where the engine does not have the figure.
-        labels: by which `read` gives numbers.
-        type: a counter never decreases; a histogram is read as a `Distribution`.
-        is_added: several engines have the sum of theirs; else what the first one has, as settings.
-        has_vllm_name: it is exported under vLLM's prefix, too.
-    """
-
-    name: str
+    name: str  # in `/metrics`, without its prefix and a counter's `_total`
     help: str
-    read: Callable[[Source], Reading | None]
-    labels: tuple[str, ...] = ()
+    read: Callable[[Source], Reading | None]  # None where the engine does not have the figure
+    labels: tuple[str, ...] = ()  # by which `read` gives numbers
+    # A counter never decreases; a histogram is read as a `Distribution`.
     type: FigureType = "counter"
+    # Several engines have the sum of theirs; else what the first one has, as settings.
     is_added: bool = True
-    has_vllm_name: bool = False
+    has_vllm_name: bool = False  # it is exported under vLLM's prefix, too

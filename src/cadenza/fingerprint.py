@@ -13,13 +13,13 @@ from cadenza.events import FinishReason
 from cadenza.request import SamplingParams
 from cadenza.sparse_prefill import SparsePrefill
 
+# Of the named classes of arithmetic. To be raised when any bit of a step changes: `python -m
+# tools.golden_bits --record` then records the corpus anew, and refuses to without it.
 ARITHMETIC_REVISION = 4
-"""Of the named classes of arithmetic. To be raised when any bit of a step changes:
-`python -m tools.golden_bits --record` then records the corpus anew, and refuses to without it."""
 
+# Of the method of sparse prefill; to be raised when other chunks would be kept, or its settings be
+# written in another way.
 SPARSE_REVISION = 2
-"""Of the method of sparse prefill; to be raised when other chunks would be kept, or its settings be
-written in another way."""
 
 PREFIX = "cdz-"
 _OF_THINNED = ("sparse_prefill",)
@@ -27,41 +27,32 @@ _DIGEST_CHARS = 24
 
 
 class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
-    """Digests and names, of an engine with the text of its model.
+    """Digests and names, of an engine with the text of its model."""
 
-    Args:
-        checkpoint: digest of the model's settings and weights.
-        arithmetic: class and revision of a step's arithmetic; a digest of this machine's versions
-            and instructions where nothing is promised beyond them.
-        activations, weights, kv: the types of each; that of most weights.
-        max_model_len: longest sequence; a request without a length may reach it, and LongRoPE's
-            factors follow it.
-        tokenizer: digest of the tokenizer; empty without one.
-        template: digest of the chat templates; empty without one.
-        defaults: digest of the recommended sampling, as far as it is followed.
-        forms: what decides the grammar of a constrained answer besides its request: the revision
-            of the forms, the grammar library's version, and a digest of the parsers and the soft
-            limits; empty where the text is made elsewhere.
-        sparse_prefill: of answers to thinned prompts: how these were thinned out; empty for all
-            others, in whose digest it is not.
-        scorer: digest of the draft model that scores prompts, with its arithmetic; empty without
-            one. Not in the digest of answers to whole prompts.
-        engine_seed: determines the seeds of requests without one. Not in the digest.
-    """
-
-    checkpoint: str
+    checkpoint: str  # digest of the model's settings and weights
+    # Class and revision of a step's arithmetic; a digest of this machine's versions and
+    # instructions where nothing is promised beyond them.
     arithmetic: str
-    activations: str
+    activations: str  # activations, weights, kv: the types of each; that of most weights
     weights: str
     kv: str
+    # Longest sequence; a request without a length may reach it, and LongRoPE's factors follow
+    # it.
     max_model_len: int
-    tokenizer: str
-    template: str
-    defaults: str
+    tokenizer: str  # digest of the tokenizer; empty without one
+    template: str  # digest of the chat templates; empty without one
+    defaults: str  # digest of the recommended sampling, as far as it is followed
+    # What decides the grammar of a constrained answer besides its request: the revision of the
+    # forms, the grammar library's version, and a digest of the parsers and the soft limits;
+    # empty where the text is made elsewhere.
     forms: str = ""
+    # Of answers to thinned prompts: how these were thinned out; empty for all others, in whose
+    # digest it is not.
     sparse_prefill: str = ""
+    # Digest of the draft model that scores prompts, with its arithmetic; empty without one. Not
+    # in the digest of answers to whole prompts.
     scorer: str = ""
-    engine_seed: int = 0
+    engine_seed: int = 0  # determines the seeds of requests without one. Not in the digest.
 
     @property
     def parts(self) -> dict[str, str | int]:
@@ -71,7 +62,7 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
         return found
 
     def thinned(self, settings: str) -> "Fingerprint":
-        """That of answers to prompts that were thinned out by these settings."""
+        """Of answers to prompts that were pruned by these settings."""
         how = f"{SPARSE_REVISION}-{settings}-{self.scorer or 'none'}"
         return msgspec.structs.replace(self, sparse_prefill=how)
 
@@ -85,28 +76,20 @@ RECEIPT_VERSION = 1
 
 
 class Receipt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One sample of a request, as a request of its own.
-
-    Args:
-        system_fingerprint: the digest of `fingerprint`.
-        params: all of them, with the seed that was used.
-        logprobs: of the tokens, natural logarithms.
-        logprob_digest: of their bits.
-        kept: the chunks of a thinned prompt that were computed (`sparse_prefill.KeptTokens.mask`).
-        seal: by which the server that made it knows it again.
-    """
+    """One sample of a request, as a request of its own."""
 
     receipt: int = RECEIPT_VERSION
-    system_fingerprint: str
+    system_fingerprint: str  # the digest of `fingerprint`
     fingerprint: Fingerprint
     prompt_token_ids: tuple[int, ...]
-    params: SamplingParams
+    params: SamplingParams  # all of them, with the seed that was used
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
-    logprobs: tuple[float, ...]
-    logprob_digest: str
+    logprobs: tuple[float, ...]  # of the tokens, natural logarithms
+    logprob_digest: str  # of their bits
+    # The chunks of a thinned prompt that were computed (`sparse_prefill.KeptTokens.mask`).
     kept: bytes | msgspec.UnsetType = msgspec.UNSET
-    seal: str | msgspec.UnsetType = msgspec.UNSET
+    seal: str | msgspec.UnsetType = msgspec.UNSET  # by which the server that made it knows it again
 
 
 def sparse_prefill_of(receipt: Receipt) -> SparsePrefill | None:

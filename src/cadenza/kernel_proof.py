@@ -6,42 +6,31 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProvenProduct:
-    """Which kernels compute the products with weights of one shape.
+    """Which kernels compute the products with weights of one shape."""
 
-    Args:
-        weight: its shape and type, such as `28672x4096 bfloat16, gate and up`.
-        own_rows: numbers of rows that the package's kernels compute.
-        library_rows: those that cublasLt computes, whose bits are the same and which was faster.
-        differing_rows: those for which cublasLt has other bits, so that it is not used.
-        algorithm: cublasLt's for the most rows, or why there is none.
-    """
-
-    weight: str
-    own_rows: tuple[int, ...]
+    weight: str  # its shape and type, such as `28672x4096 bfloat16, gate and up`
+    own_rows: tuple[int, ...]  # numbers of rows that the package's kernels compute
+    # Those that cublasLt computes, whose bits are the same and which was faster.
     library_rows: tuple[int, ...]
+    # Those for which cublasLt has other bits, so that it is not used.
     differing_rows: tuple[int, ...]
-    algorithm: str
+    algorithm: str  # cublasLt's for the most rows, or why there is none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelProof:
     """Of kernels whose bits were compared on the device at hand when a model was loaded.
 
-    Each operation was computed for the same tokens in steps of every size, and in steps of single
-    tokens, and gave equal bits: otherwise loading fails.
+    Each operation was computed for the same tokens in steps of every size, and in steps of
+    single tokens, and gave equal bits: otherwise loading fails."""
 
-    Args:
-        operations: what was compared, such as `gated_linear 28672x4096 bfloat16`.
-        step_sizes: tokens of the steps.
-        num_single: how many steps of single tokens of several rows there were; 0 where the model's
-            layers have states, which such steps would need.
-        products: of each shape of weights, on a device whose library may compute products.
-    """
-
-    operations: tuple[str, ...]
-    step_sizes: tuple[int, ...]
+    operations: tuple[str, ...]  # what was compared, such as `gated_linear 28672x4096 bfloat16`
+    step_sizes: tuple[int, ...]  # tokens of the steps
+    # How many steps of single tokens of several rows there were; 0 where the model's layers
+    # have states, which such steps would need.
     num_single: int
     elapsed_s: float
+    # Of each shape of weights, on a device whose library may compute products.
     products: tuple[ProvenProduct, ...] = ()
 
     @property

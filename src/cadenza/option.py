@@ -18,19 +18,14 @@ Read = Callable[[str, object], object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flag:
-    """A flag of the command line: what does not follow from the field that it sets.
-
-    Args:
-        names: in place of the field's own name.
-        aliases: further names.
-        has_variable: can also be set by an environment variable, whose name has the prefix.
-        settings: keyword arguments of `typer.Option`, say `metavar` or `parser`.
-    """
+    """What does not follow from the field that a flag sets."""
 
     help: str
-    names: tuple[str, ...] = ()
-    aliases: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()  # in place of the field's own name
+    aliases: tuple[str, ...] = ()  # further names
+    # Can also be set by an environment variable, whose name has the prefix.
     has_variable: bool = False
+    # Keyword arguments of `typer.Option`, say `metavar` or `parser`.
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
 
 
@@ -60,17 +55,16 @@ def option(
     read: Read | None = None,
     **settings: Any,
 ) -> Any:
-    """A dataclass field that is an option of the engine: a flag with a variable, and its values.
-    `within` are the inclusive bounds of a number; the rest as in `Flag` and `_Option`."""
+    """A dataclass field that is an option of the engine: a flag with a variable, and its values;
+    `within` are inclusive bounds."""
     described = Flag(help=help, aliases=aliases, has_variable=True, settings=settings)
     values = _Option(low=within[0], high=within[1], unit=unit, read=read)
     return dataclasses.field(default=default, metadata={"flag": described, "option": values})
 
 
 def checked(field: "dataclasses.Field[Any]", value: object) -> object:
-    """The value of an option, as its type and declaration have it. "auto" is None for a number that
-    may be None, and the default for another whole number. Raises ConfigError, which names the
-    flag."""
+    """The value of an option, by its type and declaration; "auto" is None for a number that may be
+    None, the default for another whole number. Raises ConfigError, which names the flag."""
     declared: _Option = field.metadata["option"]
     name = field.name.replace("_", "-")
     kinds = {field.type, *get_args(field.type)}
@@ -130,7 +124,7 @@ def words_of(kind: object) -> tuple[str, ...]:
 
 
 def is_integer(value: object) -> bool:
-    """Whether `value` is a Python or numpy integer; bool is excluded."""
+    """Python's or numpy's; no bool."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 

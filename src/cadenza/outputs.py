@@ -8,15 +8,14 @@ from typing import Literal
 from cadenza.events import CacheMiss, ErrorKind, FinishReason
 from cadenza.fingerprint import Receipt
 
+# Contents of each output: everything so far; only what is new; or everything, once at the end.
 OutputKind = Literal["cumulative", "delta", "final"]
-"""Contents of each output: everything so far; only what is new; or everything, once at the end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Logprob:
-    """Log probability (natural log) of a token, its rank (1 = most likely) and its text.
-    `token_bytes` are those of a token that is a part of a character, which has no text of its
-    own."""
+    """Natural logarithm, rank (1 = most likely) and text of a token. `token_bytes`: of a part of a
+    character, which has no text of its own."""
 
     logprob: float
     rank: int | None
@@ -29,8 +28,8 @@ PartKind = Literal["content", "reasoning", "tool_call"]
 
 @dataclass(frozen=True, slots=True)
 class OutputPart:
-    """A piece of a continuation's text, and what it is part of. A tool call is one part: its `text`
-    are the arguments as JSON, its `name` is the function's."""
+    """A piece of a continuation's text. A tool call is one part: its arguments as JSON, its
+    function's `name`."""
 
     kind: PartKind
     text: str
@@ -75,16 +74,13 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptUse:
-    """How much of a prompt is computed, where sparse prefill was asked for: of a request that has
-    not started what is planned.
-
-    Args:
-        whole_because: why it is all of it (`frontend.sparse_prompts.WholeReason`,
-            `events.WholePromptReason`); None where it is thinned out.
-    """
+    """How much of a prompt is computed, where sparse prefill was asked for; planned, before it
+    starts."""
 
     num_kept_tokens: int
     num_skipped_tokens: int
+    # Why it is all of it (`frontend.sparse_prompts.WholeReason`, `events.WholePromptReason`);
+    # None where it is thinned out.
     whole_because: str | None = None
 
 

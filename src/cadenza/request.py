@@ -28,36 +28,32 @@ from cadenza.tenant import ONE_TENANT, Tenant
 
 Kind = TypeVar("Kind")
 
-MAX_DRAFTS = MAX_SPECULATIVE_TOKENS
-"""Of a stream in a step, that a request may ask for."""
+MAX_DRAFTS = MAX_SPECULATIVE_TOKENS  # of a stream in a step, that a request may ask for
 
-MAX_PRIORITY = 1000
-"""Priorities of requests are from minus this number to it."""
+MAX_PRIORITY = 1000  # priorities of requests are from minus this number to it
 _PRIORITY = NumberBound(-MAX_PRIORITY, MAX_PRIORITY, is_integer=True)
 
-GREEDY_BELOW = 1e-5
-"""Lower temperatures mean greedy sampling, as in vLLM."""
+GREEDY_BELOW = 1e-5  # lower temperatures mean greedy sampling, as in vLLM
 
+# No token alone has less than this of the mass where it is the likeliest, so that it, and 0, keep
+# the likeliest token only.
 LEAST_TOP_P = 1e-6
-"""No token alone has less than this of the mass where it is the likeliest, so that it, and 0, keep
-the likeliest token only."""
 
-NO_SEED = -1
-"""Means that there is no seed, as in llama.cpp and LM Studio."""
+NO_SEED = -1  # means that there is no seed, as in llama.cpp and LM Studio
 
+# Tokens of all bad words of a request; each word counts one extra token for its length.
 MAX_BAD_WORD_TOKENS = 1000
-"""Tokens of all bad words of a request; each word counts one extra token for its length."""
 
 
+# CPython has a single empty tuple, so `is _EMPTY` recognises defaults without a check.
 _EMPTY: tuple[()] = ()
-"""CPython has a single empty tuple, so `is _EMPTY` recognises defaults without a check."""
 
 _MOST = 1 << 31
 
 
 def _takes_vllm_names(kind: type[Kind]) -> type[Kind]:
-    """`SamplingParams` whose `structured` may be given as `structured_outputs`, which is no field
-    of its own: nothing has to be sent or compared twice."""
+    """`structured` may be given as `structured_outputs`, which is no field: nothing has to be sent
+    or compared twice."""
     plain: Callable[..., None] = kind.__init__
 
     @wraps(plain)
@@ -78,15 +74,11 @@ def _takes_vllm_names(kind: type[Kind]) -> type[Kind]:
 @_takes_vllm_names
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to sample a request's tokens, and what to return with them.
+    """How to sample a request's tokens, and what to return with them. Raises InvalidRequestError: a
+    value has the wrong type or is out of bounds.
 
     Tuples may be given as lists or arrays, `stop` as one string, `logit_bias` as a mapping, and
-    numbers as numpy scalars; they are stored as tuples and Python numbers. A field's declaration
-    says all that checks, the API's description, flags and the model's recommendations follow.
-
-    Raises:
-        InvalidRequestError: a value has the wrong type or is out of bounds.
-    """
+    numbers as numpy scalars; they are stored as tuples and Python numbers."""
 
     max_tokens: int | None = parameter(
         16,
@@ -262,14 +254,14 @@ PARAMETERS: Mapping[str, SamplingParameter] = {
     each.name: each.metadata["parameter"] for each in fields(SamplingParams)
 }
 DEFAULTS: Mapping[str, Any] = {each.name: each.default for each in fields(SamplingParams)}
+# Of numbers and lists; `BIAS` bounds `logit_bias`.
 BOUNDS = {name: each.within for name, each in PARAMETERS.items() if each.within is not None}
-"""Of numbers and lists; `BIAS` bounds `logit_bias`."""
 _OPTIONAL = {each.name for each in fields(SamplingParams) if NoneType in get_args(each.type)}
 _BOOLEANS = tuple(each.name for each in fields(SamplingParams) if each.type is bool)
 
 
+# The hidden state of a prompt's last token, or the mean of all its tokens'.
 Pooling = Literal["last", "mean"]
-"""The hidden state of a prompt's last token, or the mean of all its tokens'."""
 
 DIMENSIONS = NumberBound(1, 1 << 20, is_integer=True)
 
@@ -303,7 +295,7 @@ class PoolingParams:
 
 
 def prompt_only(truncate_prompt_tokens: int | None = None) -> SamplingParams:
-    """Those of a request that samples nothing, as one that is pooled."""
+    """Of a request that samples nothing, as one that is pooled."""
     return SamplingParams(
         max_tokens=0, temperature=0.0, truncate_prompt_tokens=truncate_prompt_tokens
     )
@@ -316,26 +308,19 @@ MAX_DIGEST_BYTES = 64
 class Attachment:
     """Data of tokens [start, start + length) of a prompt, such as the image of placeholders.
 
-    Prompts with equal tokens share cached pages only if their attachments are equal too.
+    Prompts with equal tokens share cached pages only if their attachments are equal too."""
 
-    Args:
-        start: index of the first token in the prompt.
-        length: number of tokens, to the last placeholder. Tokens between placeholders that are none
-            have their own embedding.
-        digest: identifies the payload and its shape, 1 to 64 bytes: equal digests mean equal
-            embeddings. Set by the front end, never by a client.
-        payload: bytes for the backend: of an image part, its rows of RGB bytes.
-        width, height: of an image part, in pixels.
-        rows, columns: of its placeholders; there are rows * columns.
-    """
-
-    start: int
+    start: int  # index of the first token in the prompt
+    # Number of tokens, to the last placeholder. Tokens between placeholders that are none have
+    # their own embedding.
     length: int
+    # Identifies the payload and its shape, 1 to 64 bytes: equal digests mean equal embeddings.
+    # Set by the front end, never by a client.
     digest: bytes
-    payload: bytes = b""
-    width: int = 0
+    payload: bytes = b""  # bytes for the backend: of an image part, its rows of RGB bytes
+    width: int = 0  # width, height: of an image part, in pixels
     height: int = 0
-    rows: int = 0
+    rows: int = 0  # rows, columns: of its placeholders; there are rows * columns
     columns: int = 0
 
     def __post_init__(self) -> None:
@@ -454,7 +439,7 @@ class Request:
 
     @property
     def needs_prompt_rows(self) -> bool:
-        """Whether all tokens of the prompt need a logit row, so that all of it is computed."""
+        """Whether each token of the prompt needs a logit row."""
         is_mean = self.pooling is not None and self.pooling.pooling == "mean"
         return is_mean or self.params.prompt_logprobs is not None
 

@@ -34,20 +34,17 @@ from cadenza.server.service import Service
 logger = logging.getLogger(__name__)
 
 TELL_EVERY_S, FORGET_AFTER_S = 1.0, 5.0
-ANSWER_S = 5.0
-"""The longest that the directory may take to answer."""
+ANSWER_S = 5.0  # the longest that the directory may take to answer
 
-MOVE_S = 30.0
-"""Ray gives an engine that it stops so long; its streams are elsewhere within seconds."""
+MOVE_S = 30.0  # Ray gives an engine that it stops so long; its streams are elsewhere within seconds
 
-KEEP_S = 60.0
-"""An engine whose front ends are all lost waits so long for the next."""
+KEEP_S = 60.0  # an engine whose front ends are all lost waits so long for the next
 
 SCALE_EVERY_S = 2.0
 
 
 def app(args: dict[str, Any]) -> serve.Application:
-    """The application, for `serve run` and `import_path` of a config file. Raises ConfigError."""
+    """For `serve run` and `import_path` of a config file. Raises ConfigError."""
     flags = AppFlags.of(args)
     secret, directory = secrets.token_bytes(32), cast(Any, HostDirectory).bind()
     engine = cast(Any, Engine).options(
@@ -64,7 +61,7 @@ def app(args: dict[str, Any]) -> serve.Application:
 
 
 def _numbers(flags: AppFlags) -> dict[str, Any]:
-    """The number of engines: fixed, or by demand. Ray's own delays and factors are left out."""
+    """Fixed, or by demand. Ray's own delays and factors are left out."""
     if flags.scale is None:
         return {"num_replicas": flags.serve.replicas}
     policy = AutoscalingPolicy(policy_function=ScalePolicy, policy_kwargs=asdict(flags.scale))
@@ -147,13 +144,12 @@ class Engine:
         self._thread.start()
 
     def check_health(self) -> None:
-        """Raises RuntimeError where it does not listen any more. An engine that makes no progress
-        is ended by its host, and started again by the front ends."""
+        """Raises RuntimeError. An engine that makes no progress is ended by its host, and started
+        again by the front ends."""
         if not self._host.is_listening:
             raise RuntimeError("the engine host does not listen any more")
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """An `EngineDemand`, once the engine has loaded."""
         stats = self._host.stats
         if stats is None:
             return {}
@@ -243,7 +239,6 @@ class FrontEnd:
         await send({"type": "lifespan.shutdown.complete"})
 
     async def stop(self) -> None:
-        """Open requests may finish within the drain time."""
         self.service.drain()
         end_s = time.monotonic() + self.service.options.limits.drain_s
         while self.service.num_open and time.monotonic() < end_s:

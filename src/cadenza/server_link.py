@@ -24,29 +24,20 @@ CACERT_HELP = (
 EXAMPLE = "http://127.0.0.1:8000"
 _URL = re.compile(r"https?://[^/\s]\S*", re.IGNORECASE)
 
+# OpenSSL's X509_V_ERR_…
 _HOSTNAME_MISMATCH, _IP_ADDRESS_MISMATCH, _EXPIRED, _NOT_YET_VALID = 62, 64, 10, 9
-"""OpenSSL's X509_V_ERR_…"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerLink:
-    """A server, and how it is reached.
+    """Raises ConfigError: the URL is none, or the file cannot be used."""
 
-    Args:
-        url: with or without /v1.
-        api_key: sent as a bearer token.
-        cacert: a file with the certificate, or with that of its authority, in PEM; None: the
-            authorities that are known anyway.
-        is_direct: no proxy is asked, whatever the environment says.
-
-    Raises:
-        ConfigError: the URL is none, or the file cannot be used.
-    """
-
-    url: str
-    api_key: str | None = None
+    url: str  # with or without /v1
+    api_key: str | None = None  # sent as a bearer token
+    # A file with the certificate, or with that of its authority, in PEM; None: the authorities
+    # that are known anyway.
     cacert: str | None = None
-    is_direct: bool = False
+    is_direct: bool = False  # no proxy is asked, whatever the environment says
 
     def __post_init__(self) -> None:
         if not _URL.fullmatch(self.url) or not self.host:
@@ -91,7 +82,7 @@ class ServerLink:
 
     @property
     def proxy(self) -> str | None:
-        """The proxy through which it is asked, as the environment says."""
+        """As the environment says."""
         return None if self.is_direct else self._environment_proxy
 
     @property
@@ -99,7 +90,7 @@ class ServerLink:
         return {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
 
     def tls(self) -> "ssl.SSLContext | None":
-        """Of connections; None without TLS. Raises ConfigError."""
+        """None without TLS. Raises ConfigError."""
         if not self.is_secure:
             return None
         if self.cacert is None:
@@ -116,7 +107,7 @@ class ServerLink:
             raise ConfigError(f"--cacert {self.cacert} cannot be read: {error.strerror}") from error
 
     def client(self, **settings: Any) -> "httpx.Client":
-        """A client of this server alone; settings are httpx's. Raises ConfigError."""
+        """Of this server alone; settings are httpx's. Raises ConfigError."""
         import httpx
 
         return self._made(httpx.Client, settings)
@@ -128,7 +119,7 @@ class ServerLink:
 
     @property
     def way(self) -> str:
-        """What is to be said of a proxy, in a message on a failure."""
+        """What a message on a failure says of a proxy."""
         if self.proxy is not None:
             proxy = _without_password(self.proxy)
             return f"; it is asked through the proxy {proxy}, which NO_PROXY={self.host} leaves out"
@@ -137,7 +128,7 @@ class ServerLink:
         return ""
 
     def explain(self, error: BaseException) -> str:
-        """A sentence on a connection that failed, which names the server and the cause."""
+        """A sentence that names the server and the cause."""
         return f"{self.base_url} does not answer: {self._cause(error)}{self.way}"
 
     def _made(self, make: Callable[..., Client], settings: Mapping[str, Any]) -> Client:
@@ -201,7 +192,7 @@ class ServerLink:
                 return None
 
     def _of_certificate(self, error: "ssl.SSLCertVerificationError") -> str:
-        """OpenSSL's own words are in it, for those who search for them."""
+        """With OpenSSL's own words, for those who search for them."""
         said = error.verify_message
         match error.verify_code:
             case code if code in (_HOSTNAME_MISMATCH, _IP_ADDRESS_MISMATCH):

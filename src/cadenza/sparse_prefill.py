@@ -14,20 +14,17 @@ from typing import Any, Literal, NamedTuple, cast, get_args
 from cadenza.errors import ConfigError, InvalidRequestError, must_be, show
 from cadenza.speculative_config import DraftQuantization, options_of
 
-CHUNK = 32
-"""Tokens that are kept or left out together; the last chunk of a prompt may have fewer."""
+CHUNK = 32  # tokens that are kept or left out together; the last chunk of a prompt may have fewer
 
+# Queries that score a prompt: its last token and the tokens that the draft generates after it.
 LOOK_AHEAD = 8
-"""Queries that score a prompt: its last token and the tokens that the draft generates after it."""
 
-LOOK_AHEAD_TOKENS = LOOK_AHEAD - 1
-"""Tokens after a prompt that its scoring computes."""
+LOOK_AHEAD_TOKENS = LOOK_AHEAD - 1  # tokens after a prompt that its scoring computes
 
+# Keys whose attention is averaged, centred on each key; those outside the prompt count as 0.
 POOL = 13
-"""Keys whose attention is averaged, centred on each key; those outside the prompt count as 0."""
 
-LAST_TOKENS = 64
-"""The last tokens of a prompt, which are always kept."""
+LAST_TOKENS = 64  # the last tokens of a prompt, which are always kept
 
 LEAST_KEEP, MOST_KEEP = 0.01, 1.0
 
@@ -43,26 +40,19 @@ class PromptSpan(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SparsePrefill:
-    """How a request's prompt is thinned out.
+    """How a request's prompt is thinned out. Raises InvalidRequestError: a value has the wrong
+    type or is out of bounds."""
 
-    Args:
-        keep: the fraction of chunks that is kept, from 0.01 to 1.
-        forced: spans whose chunks are kept whatever they score; the first chunk and the last 64
-            tokens are, besides. More than `keep` allows are all kept, and nothing else.
-        when: "cold" computes the whole prompt where more of it than `cold_from` tokens is in the
-            prefix cache, the one case in which what was computed before decides.
-        cold_from: see `when`.
-        kept: the chunks that an earlier computation of the request kept (`KeptTokens.mask`); the
-            prompt is then not scored.
-
-    Raises:
-        InvalidRequestError: a value has the wrong type or is out of bounds.
-    """
-
-    keep: float
+    keep: float  # the fraction of chunks that is kept, from 0.01 to 1
+    # Spans whose chunks are kept whatever they score; the first chunk and the last 64 tokens
+    # are, besides. More than `keep` allows are all kept, and nothing else.
     forced: tuple[PromptSpan, ...] = ()
+    # "cold" computes the whole prompt where more of it than `cold_from` tokens is in the prefix
+    # cache, the one case in which what was computed before decides.
     when: When = "always"
-    cold_from: int = 0
+    cold_from: int = 0  # see `when`
+    # The chunks that an earlier computation of the request kept (`KeptTokens.mask`); the prompt
+    # is then not scored.
     kept: bytes | None = None
 
     def __post_init__(self) -> None:
@@ -91,16 +81,13 @@ class SparsePrefill:
         return max(wanted, len(self.forced_chunks(num_tokens)))
 
     def num_kept_tokens(self, num_tokens: int) -> int:
-        """How many tokens of a prompt are kept; the last chunk, which may be shorter, always is."""
+        """The last chunk, which may be shorter, is always among them."""
         missing = num_chunks(num_tokens) * CHUNK - num_tokens
         return self.num_kept_chunks(num_tokens) * CHUNK - missing
 
     def select(self, scores: Sequence[float], num_tokens: int) -> "KeptTokens":
-        """The forced chunks and those that score highest; of equal ones the earlier.
-
-        Args:
-            scores: [C] of the prompt's chunks, finite.
-        """
+        """The forced chunks and those that score highest, of equal ones the earlier. `scores`: [C],
+        finite."""
         assert len(scores) == num_chunks(num_tokens), "each chunk has a score"
         kept = set(self.forced_chunks(num_tokens))
         count = self.num_kept_chunks(num_tokens) - len(kept)
@@ -111,8 +98,7 @@ class SparsePrefill:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptTokens:
-    """The tokens of a prompt that are computed: those of `chunks`, ascending; the first and the
-    last chunk are among them."""
+    """Of `chunks`, ascending; the first and the last chunk are among them."""
 
     num_prompt_tokens: int
     chunks: tuple[int, ...]
@@ -132,17 +118,17 @@ class KeptTokens:
         return self.num_prompt_tokens - self.num_tokens
 
     def index_of(self, position: int) -> int:
-        """The index of the token at a position of what is computed, prompt or output."""
+        """Of the token at a position of what is computed, prompt or output."""
         if position >= self.num_tokens:
             return position + self.num_skipped
         return self.chunks[position // CHUNK] * CHUNK + position % CHUNK
 
     def indices(self, start: int, stop: int) -> list[int]:
-        """The indices of the tokens at positions [start, stop)."""
+        """Of the tokens at positions [start, stop)."""
         return [self.index_of(position) for position in range(start, stop)]
 
     def first_position_from(self, index: int) -> int:
-        """The first position whose token has an index of at least `index`."""
+        """The first whose token has an index of at least `index`."""
         if index >= self.num_prompt_tokens:
             return index - self.num_skipped
         rank = bisect_left(self.chunks, index // CHUNK)
@@ -173,8 +159,7 @@ class KeptTokens:
 
 
 def kept_of_mask(mask: bytes, num_tokens: int) -> KeptTokens:
-    """A prompt's `KeptTokens` from their `mask`. Raises InvalidRequestError if it is no such
-    mask."""
+    """Raises InvalidRequestError where the mask is not of such a prompt."""
     bits = int.from_bytes(mask, "little")
     count = num_chunks(num_tokens)
     chunks = tuple(chunk for chunk in range(count) if bits >> chunk & 1)
@@ -193,8 +178,8 @@ def num_chunks(num_tokens: int) -> int:
 
 
 def chunk_scores(token_scores: Iterable[float], num_tokens: int) -> list[float]:
-    """The mean score of each chunk's tokens, added in order in float64. Raises ValueError for a
-    score that is not finite."""
+    """The mean of each chunk's tokens, added in order in float64. Raises ValueError for one not
+    finite."""
     scores = [float(score) for score in token_scores]
     assert len(scores) == num_tokens, "each token has a score"
     found: list[float] = []
@@ -216,8 +201,7 @@ def _chunks_of(span: PromptSpan, num_tokens: int) -> range:
 
 
 MAX_THRESHOLD = 1 << 24
-MAX_SPANS = 64
-"""That a request may have kept."""
+MAX_SPANS = 64  # that a request may have kept
 
 NO_MODEL = "none"
 
@@ -227,32 +211,23 @@ _EXAMPLE = 'write for example {"model": "small-model", "keep": 0.3}'
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpecPrefillConfig:
-    """How prompts are thinned out.
+    """How prompts are pruned. Raises ConfigError: a value is outside its bounds."""
 
-    Args:
-        model: the draft model that scores prompts, as models are named; None is the one that the
-            package has for the bundled model. "none": there is none, and only prompts are thinned
-            out whose kept chunks are given, as a receipt gives them.
-        quantization: how the draft model's weights are quantised while they are loaded.
-        keep: the fraction of a prompt's chunks that is computed.
-        threshold: shorter prompts are computed whole, in tokens.
-        head: the first tokens of a conversation, its system texts and tools, that are always kept,
-            at most.
-        when: as in `SparsePrefill`; also "cold".
-        allow_request: whether requests may choose for themselves; they may always choose none.
-        force: thin out also where that is predicted to take longer than computing the whole.
-
-    Raises:
-        ConfigError: a value is outside its bounds.
-    """
-
+    # The draft model that scores prompts, as models are named; None is the one that the package
+    # has for the bundled model. "none": there is none, and only prompts are thinned out whose
+    # kept chunks are given, as a receipt gives them.
     model: str | None = None
+    # How the draft model's weights are quantised while they are loaded.
     quantization: DraftQuantization = "none"
-    keep: float = 0.3
-    threshold: int = 8192
+    keep: float = 0.3  # the fraction of a prompt's chunks that is computed
+    threshold: int = 8192  # shorter prompts are computed whole, in tokens
+    # The first tokens of a conversation, its system texts and tools, that are always kept, at
+    # most.
     head: int = 2048
-    when: When = "always"
+    when: When = "always"  # as in `SparsePrefill`; also "cold"
+    # Whether requests may choose for themselves; they may always choose none.
     allow_request: bool = True
+    # Thin out also where that is predicted to take longer than computing the whole.
     force: bool = False
 
     def __post_init__(self) -> None:
@@ -295,7 +270,7 @@ class SpecPrefillConfig:
 
 
 def parse_spec_prefill(value: object) -> SpecPrefillConfig:
-    """A config from a JSON object, as text or parsed. Raises ConfigError."""
+    """From a JSON object, as text or parsed. Raises ConfigError."""
     if isinstance(value, SpecPrefillConfig):
         return value
     known = [field.name for field in fields(SpecPrefillConfig)]
@@ -305,18 +280,12 @@ def parse_spec_prefill(value: object) -> SpecPrefillConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpecPrefillChoice:
     """What a request says about its own prompt; what is None is as the server is configured.
+    Raises InvalidRequestError: a value has the wrong type or is out of bounds."""
 
-    Args:
-        keep, threshold, when: as in `SpecPrefillConfig`.
-        spans: tokens [start, stop) of the prompt that are kept whatever they score.
-
-    Raises:
-        InvalidRequestError: a value has the wrong type or is out of bounds.
-    """
-
-    keep: float | None = None
+    keep: float | None = None  # keep, threshold, when: as in `SpecPrefillConfig`
     threshold: int | None = None
     when: When | None = None
+    # Tokens [start, stop) of the prompt that are kept whatever they score.
     spans: tuple[PromptSpan, ...] = ()
 
     def __post_init__(self) -> None:
@@ -333,13 +302,13 @@ class SpecPrefillChoice:
         object.__setattr__(self, "spans", _as_spans(self.spans))
 
 
+# A request's choice: True and an object ask for it, False for the whole prompt, None leaves it to
+# the server.
 SpecPrefill = bool | SpecPrefillChoice | None
-"""A request's choice: True and an object ask for it, False for the whole prompt, None leaves it to
-the server."""
 
 
 def as_spec_prefill(value: object) -> SpecPrefill:
-    """A request's choice, which may be a mapping. Raises InvalidRequestError."""
+    """May be a mapping. Raises InvalidRequestError."""
     if value is None or isinstance(value, bool | SpecPrefillChoice):
         return value
     known = [field.name for field in fields(SpecPrefillChoice)]

@@ -11,14 +11,13 @@ from typing import Any, Literal, cast, get_args
 from cadenza.errors import ConfigError, must_be, show
 
 SpeculativeMethod = Literal["ngram", "draft_model", "quantised", "mtp"]
-_OLD_METHODS = {"mimo_mtp": "mtp"}
-"""Older names in vLLM of methods."""
+_OLD_METHODS = {"mimo_mtp": "mtp"}  # older names in vLLM of methods
 
 DraftQuantization = Literal["none", "int8", "int4"]
 
+# A request's choice: True with drafts, False without, a number of drafts in a step at most, None as
+# the engine is configured.
 Speculative = bool | int | None
-"""A request's choice: True with drafts, False without, a number of drafts in a step at most, None
-as the engine is configured."""
 
 MAX_SPECULATIVE_TOKENS = 16
 MAX_LOOKUP_TOKENS = 64
@@ -33,32 +32,24 @@ _RANGES: Mapping[str, tuple[int, int]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeConfig:
-    """How drafts are made.
+    """How drafts are made. Raises ConfigError: a value is outside its bounds."""
 
-    Args:
-        method: "ngram": what followed a stream's newest tokens where they occurred before in it;
-            "draft_model": tokens of another, smaller model of the same vocabulary; "quantised":
-            tokens of a copy of the model with coarser weights; "mtp": tokens of the model's own MTP
-            layer.
-        num_speculative_tokens: drafts of a stream in a step, at most.
-        model: the draft model, as models are named; only for "draft_model", where None is the one
-            that the package has for the bundled model.
-        quantization: how the draft model's weights are quantised while they are loaded; None is
-            "none", and "int4" for "quantised". An instance always has it set, and a method without
-            a draft model has "none".
-        prompt_lookup_max: tokens by which an earlier position of the stream is compared, at most.
-        prompt_lookup_min: tokens that must be equal there, at least.
-
-    Raises:
-        ConfigError: a value is outside its bounds.
-    """
-
+    # "ngram": what followed a stream's newest tokens where they occurred before in it;
+    # "draft_model": tokens of another, smaller model of the same vocabulary; "quantised":
+    # tokens of a copy of the model with coarser weights; "mtp": tokens of the model's own MTP
+    # layer.
     method: SpeculativeMethod
-    num_speculative_tokens: int = 5
+    num_speculative_tokens: int = 5  # drafts of a stream in a step, at most
+    # The draft model, as models are named; only for "draft_model", where None is the one that
+    # the package has for the bundled model.
     model: str | None = None
+    # How the draft model's weights are quantised while they are loaded; None is "none", and
+    # "int4" for "quantised". An instance always has it set, and a method without a draft model
+    # has "none".
     quantization: DraftQuantization | None = None
+    # Tokens by which an earlier position of the stream is compared, at most.
     prompt_lookup_max: int = 5
-    prompt_lookup_min: int = 2
+    prompt_lookup_min: int = 2  # tokens that must be equal there, at least
 
     def __post_init__(self) -> None:
         if self.method not in get_args(SpeculativeMethod):
@@ -115,12 +106,12 @@ class SpeculativeConfig:
 
     @property
     def has_model(self) -> bool:
-        """Whether drafts are a second model's; an MTP layer is one."""
+        """An MTP layer is one."""
         return self.method != "ngram"
 
 
 def parse_speculative_config(value: object) -> SpeculativeConfig:
-    """A config from a JSON object, as text or parsed. Raises ConfigError."""
+    """From a JSON object, as text or parsed. Raises ConfigError."""
     if isinstance(value, SpeculativeConfig):
         return value
     known = [field.name for field in fields(SpeculativeConfig)]
@@ -134,8 +125,8 @@ def parse_speculative_config(value: object) -> SpeculativeConfig:
 
 
 def options_of(flag: str, value: object, known: Sequence[str], example: str) -> Mapping[str, Any]:
-    """The members of a JSON object that is a flag's value, as text or parsed. Raises ConfigError if
-    it is none, or has members that are not `known`."""
+    """The members of a JSON object, as text or parsed. Raises ConfigError if it is none, or has
+    others than `known`."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -153,8 +144,7 @@ def options_of(flag: str, value: object, known: Sequence[str], example: str) -> 
 
 
 def as_speculative(value: object) -> Speculative:
-    """A request's choice; a number may be given as {"num_speculative_tokens": N}. Raises
-    InvalidRequestError for anything else, or beyond the bounds."""
+    """May be given as {"num_speculative_tokens": N}. Raises InvalidRequestError."""
     if value is None or isinstance(value, bool):
         return value
     number = value

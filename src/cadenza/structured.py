@@ -9,34 +9,29 @@ from typing import Any, Literal, Protocol, cast, get_args
 
 from cadenza.errors import InvalidRequestError, show
 
+# Most bytes of a schema, an expression, a grammar, or all choices together.
 MAX_STRUCTURED_BYTES = 64 << 10
-"""Most bytes of a schema, an expression, a grammar, or all choices together."""
 
 MAX_CHOICES = 4096
 
+# Blanks in constrained JSON: one space or a line's indentation where JSON is usually written with
+# them; none; up to 16 between all tokens.
 Whitespace = Literal["usual", "compact", "any"]
-"""Blanks in constrained JSON: one space or a line's indentation where JSON is usually written with
-them; none; up to 16 between all tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JsonStyle:
-    """How constrained JSON is written where its schema does not say.
-
-    Args:
-        max_string: characters of a text without a bound; None: as many as the model likes.
-        max_items: items of a list, and members of an object, without a bound.
-        max_depth: levels of free JSON, and of what refers to itself.
-    """
+    """How constrained JSON is written where its schema does not say."""
 
     whitespace: Whitespace = "usual"
+    # Characters of a text without a bound; None: as many as the model likes.
     max_string: int | None = None
-    max_items: int | None = None
-    max_depth: int | None = None
+    max_items: int | None = None  # items of a list, and members of an object, without a bound
+    max_depth: int | None = None  # levels of free JSON, and of what refers to itself
 
 
+# The members of a `StructuredOutput` of which one is given.
 FORMS = ("json", "json_object", "regex", "choice", "grammar")
-"""The members of a `StructuredOutput` of which one is given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,8 +97,8 @@ class StructuredOutput:
 
 
 def as_structured(given: object) -> StructuredOutput:
-    """A `StructuredOutput`, or a mapping of its members as one, with vLLM's
-    `disable_any_whitespace` as compact whitespace. Raises InvalidRequestError."""
+    """Of a mapping of its members, with vLLM's `disable_any_whitespace` as compact whitespace, too.
+    Raises InvalidRequestError."""
     if isinstance(given, StructuredOutput):
         return given
     is_mapping = isinstance(given, Mapping)
@@ -121,80 +116,61 @@ def as_structured(given: object) -> StructuredOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThinkingBound:
-    """The most tokens of a stream's thinking; then the token that ends it is forced.
+    """The most tokens of a stream's thinking; then the token that ends it is forced."""
 
-    Args:
-        begin: the token that begins it; None where the prompt does.
-        end: the token that ends it.
-        before: the tokens that must stand in front of `begin`.
-        recurs: further thinking may follow, which counts alike.
-    """
-
-    begin: int | None
-    end: int
+    begin: int | None  # the token that begins it; None where the prompt does
+    end: int  # the token that ends it
     max_tokens: int
-    before: tuple[int, ...] = ()
-    recurs: bool = False
+    before: tuple[int, ...] = ()  # the tokens that must stand in front of `begin`
+    recurs: bool = False  # further thinking may follow, which counts alike
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallRule:
-    """What a call of a tool may be, in an answer that may be any text: constrained from where its
-    beginning is written up to its end, as often as one begins after the reasoning.
+    """What a call of a tool may be, in an answer that may be any text: constrained from where
+    its beginning is written up to its end, as often as one begins after the reasoning."""
 
-    Args:
-        begin: a regular expression of a call's beginning.
-        grammar: of the text after the beginning, up to the call's end.
-        is_read: the beginning is a part of what the grammar is of.
-        reasoning: the marks around reasoning, in which nothing is constrained; None: there is none.
-        has_begun: the prompt has the mark that begins reasoning.
-        is_needed: an answer whose calls cannot be constrained is an error.
-        prompt_end: the end of the prompt, where that may be a part of a beginning.
-    """
-
-    begin: str
-    grammar: str
-    is_read: bool = False
+    begin: str  # a regular expression of a call's beginning
+    grammar: str  # of the text after the beginning, up to the call's end
+    is_read: bool = False  # the beginning is a part of what the grammar is of
+    # The marks around reasoning, in which nothing is constrained; None: there is none.
     reasoning: tuple[str, str] | None = None
-    has_begun: bool = False
-    is_needed: bool = False
-    prompt_end: str = ""
+    has_begun: bool = False  # the prompt has the mark that begins reasoning
+    is_needed: bool = False  # an answer whose calls cannot be constrained is an error
+    prompt_end: str = ""  # the end of the prompt, where that may be a part of a beginning
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConstraintSpec:
-    """What decides which tokens may follow in a stream.
+    """What decides which tokens may follow in a stream."""
 
-    Args:
-        grammar: of the text from the stream's first token on, in the form of the library that
-            compiles it; None: any text.
-        calls: of calls, where there is no grammar. An engine without constraints leaves them
-            out unless they are needed.
-    """
-
+    # Of the text from the stream's first token on, in the form of the library that compiles it;
+    # None: any text.
     grammar: str | None = None
     thinking: ThinkingBound | None = None
+    # Of calls, where there is no grammar. An engine without constraints leaves them out unless
+    # they are needed.
     calls: CallRule | None = None
 
     @property
     def is_needed(self) -> bool:
-        """Whether an answer without the constraint would not be what was asked for."""
+        """Whether an answer without it would not be what was asked for."""
         are_calls_needed = self.calls is not None and self.calls.is_needed
         return self.grammar is not None or self.thinking is not None or are_calls_needed
 
 
 class Constraint(Protocol):
-    """Which tokens may follow in one stream. Data of its own sequence, and a function of the tokens
-    that it accepted, so that it is rebuilt from them wherever the stream goes on."""
+    """Which tokens may follow in one stream: a function of the tokens that it accepted, so that it
+    is rebuilt from them wherever the stream goes on."""
 
     @property
     def is_complete(self) -> bool:
-        """True if nothing may follow: the stream ends after its last token."""
+        """Nothing may follow: the stream ends after its last token."""
         ...
 
     @property
     def has_failed(self) -> bool:
-        """True if it cannot go on: a limit was reached, or a token was accepted that it forbids."""
+        """A limit was reached, or a token was accepted that it forbids."""
         ...
 
     def accept(self, token_id: int) -> None:
@@ -202,8 +178,8 @@ class Constraint(Protocol):
         ...
 
     def allowed(self) -> bytes:
-        """One bit for each token of the vocabulary, the least significant first; bits beyond the
-        vocabulary have no meaning."""
+        """One bit for each token, the least significant first; bits beyond the vocabulary have no
+        meaning."""
         ...
 
     def forced(self) -> Sequence[int]:
@@ -217,12 +193,12 @@ class Constraint(Protocol):
 
 
 class PendingConstraint(Protocol):
-    """A constraint that is being compiled on another thread."""
+    """Compiled on another thread."""
 
     def done(self) -> bool: ...
 
     def cancel(self) -> bool:
-        """Not to be compiled any more; False if that has begun. Nothing may be asked of it then."""
+        """False if it has begun. Nothing may be asked of it after."""
         ...
 
     def result(self, timeout: float | None = None) -> Constraint | None:
@@ -230,8 +206,8 @@ class PendingConstraint(Protocol):
         ...
 
 
+# Starts compiling a constraint, which has accepted no token.
 CompileConstraint = Callable[[ConstraintSpec], PendingConstraint]
-"""Starts compiling a constraint, which has accepted no token."""
 
 
 def _refused(problem: str) -> InvalidRequestError:

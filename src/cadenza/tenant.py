@@ -15,23 +15,17 @@ _NAME = re.compile(r"[!-~]{0,64}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tenant:
-    """The tenant of a request. Requests of one name must agree in the other fields.
+    """The tenant of a request. Requests of one name must agree in the other fields. Raises
+    InvalidRequestError: a value has the wrong type or is out of bounds."""
 
-    Args:
-        name: up to 64 visible ASCII characters; empty where tenants are not told apart.
-        weight: where several tenants wait, a tenant of weight 2 gets twice the service of one of
-            weight 1; 0.01 to 100.
-        page_share: the share of all KV pages that its running requests may hold; 0.0001 to 1.
-        cache_share: the share of all KV pages that its prefixes may have in the prefix cache, in
-            use or not; 0 to 1.
-
-    Raises:
-        InvalidRequestError: a value has the wrong type or is out of bounds.
-    """
-
-    name: str = ""
+    name: str = ""  # up to 64 visible ASCII characters; empty where tenants are not told apart
+    # Where several tenants wait, a tenant of weight 2 gets twice the service of one of weight
+    # 1; 0.01 to 100.
     weight: float = 1.0
+    # The share of all KV pages that its running requests may hold; 0.0001 to 1.
     page_share: float = 1.0
+    # The share of all KV pages that its prefixes may have in the prefix cache, in use or not; 0
+    # to 1.
     cache_share: float = 1.0
 
     def __post_init__(self) -> None:
@@ -46,7 +40,7 @@ class Tenant:
         self._take_number("cache_share", 0.0, 1.0)
 
     def most_pages(self, num_pages: int) -> int:
-        """The pages that it may hold of `num_pages`; at least one."""
+        """At least one."""
         return max(1, int(self.page_share * num_pages))
 
     def most_cached_pages(self, num_pages: int) -> int:
@@ -64,5 +58,4 @@ class Tenant:
         object.__setattr__(self, field, float(cast(float, value)))
 
 
-ONE_TENANT = Tenant()
-"""That of requests for which none is given."""
+ONE_TENANT = Tenant()  # that of requests for which none is given

@@ -17,5 +17,4 @@ from collections.abc import Callable
 
 Clock = Callable[[], float]
 
-OnStatus = Callable[[str], None]
-"""Receives a line that says what is being measured."""
+OnStatus = Callable[[str], None]  # receives a line that says what is being measured

@@ -46,13 +46,13 @@ class RandomWeights:
 def random_weights(
     name_or_file: str, dtype: WeightDType | None = None, seed: int = 0
 ) -> RandomWeights:
-    """Of a shape's name or a config.json, in its own type by default. Raises CheckpointError."""
+    """Of a shape's name or a config.json. Raises CheckpointError."""
     shape = read_shape(name_or_file)
     return RandomWeights(shape=shape, dtype=dtype or shape.config.dtype, seed=seed)
 
 
 def make_checkpoint(weights: RandomWeights, folder: Path, report: OnStatus) -> None:
-    """Writes weights and a tokenizer into a new or empty folder. Raises CheckpointError."""
+    """Raises CheckpointError where the folder is not new or empty."""
     with ThreadPoolExecutor(1) as pool:
         writing = pool.submit(
             write_random_checkpoint,
@@ -86,7 +86,7 @@ def cached_folder(weights: RandomWeights, label: str, cache: Path) -> Path:
 
 
 def ensure_checkpoint(weights: RandomWeights, folder: Path, report: OnStatus) -> None:
-    """Writes the checkpoint unless it is there. Raises CheckpointError."""
+    """Raises CheckpointError."""
     if _is_complete(folder):
         return
     partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
@@ -124,7 +124,6 @@ def write_random_tokenizer(path: Path, vocab_size: int) -> None:
 
 
 def _word(number: int) -> str:
-    """Two letters or more, another word for each number."""
     letters = ""
     number += len(_LETTERS)
     while number:

@@ -15,8 +15,7 @@ from cadenza.errors import ConfigError, show
 DatasetName = Literal["random", "sharegpt", "prefix-repetition", "multi-turn", "custom"]
 Lengths = tuple[int, int]
 
-CHARS_PER_TOKEN = 4
-"""Of an answer in a file, whose length in tokens is the server's to know."""
+CHARS_PER_TOKEN = 4  # of an answer in a file, whose length in tokens is the server's to know
 DEFAULT_FILE_LENS = (1, 1024)
 DEFAULT_CUSTOM_TOKENS = 256
 _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant"}
@@ -41,15 +40,15 @@ class PromptSource(Protocol):
     """The prompts of a data set."""
 
     def take(self, count: int, part: int) -> list[PlannedRequest]:
-        """The prompts of a load; different parts share none of those that are drawn."""
+        """Different parts share none of those that are drawn."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawnPrompts:
-    """Random prompts, each different, as token ids below `vocab_size` or as words. `num_turns`: of
-    a conversation, which is a chat, in words; None for single prompts. `num_prefixes`,
-    `prefix_len`: prompts begin with one of so many prefixes; 0 for none."""
+    """Each different, as token ids below `vocab_size` or as words. `num_turns`: of a conversation,
+    a chat in words; None for single prompts. `num_prefixes`, `prefix_len`: prompts begin with one
+    of so many prefixes; 0 for none."""
 
     seed: int
     prompt_lens: Lengths
@@ -115,7 +114,7 @@ class PromptFile:
     seed: int
 
     def read(self) -> FilePrompts:
-        """Raises ConfigError: the file cannot be read, or has another form."""
+        """Raises ConfigError."""
         try:
             text = self.path.read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
@@ -152,7 +151,7 @@ class PromptFile:
             raise ConfigError(f"--dataset-path {self.path}: {where} is not JSON: {error}") from None
 
     def _custom(self, entry: Any, where: str, rng: random.Random) -> PlannedRequest:
-        """A line with "prompt", or "messages", and perhaps "output_tokens", as vLLM has it."""
+        """ "prompt", or "messages", and perhaps "output_tokens", as vLLM has it."""
         wanted = '{"prompt": text} or {"messages": [{"role": …, "content": …}]}'
         fields = _members(entry)
         max_tokens = self._length(fields.get("output_tokens", DEFAULT_CUSTOM_TOKENS), rng)
@@ -193,7 +192,6 @@ class PromptFile:
         )
 
     def _conversation(self, entry: Any, where: str) -> ChatMessages:
-        """An entry with ShareGPT's "conversations" or with "messages", as messages."""
         wanted = '{"conversations": [{"from": "human", "value": …}, …]} or {"messages": […]}'
         fields = _members(entry)
         found = _messages(fields.get("messages"))
@@ -214,7 +212,7 @@ class PromptFile:
 
 
 def _messages(value: object, role: str = "role", content: str = "content") -> ChatMessages | None:
-    """The messages of a list of objects with these two members; None for anything else."""
+    """None for anything but a list of objects with these two members."""
     if not isinstance(value, list):
         return None
     found: list[Mapping[str, str]] = []
@@ -228,7 +226,6 @@ def _messages(value: object, role: str = "role", content: str = "content") -> Ch
 
 
 def _members(value: object) -> dict[str, Any]:
-    """Of an object; none of anything else."""
     return cast(dict[str, Any], value) if isinstance(value, dict) else {}
 
 
@@ -242,8 +239,8 @@ RampStrategy = Literal["linear", "exponential"]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrivals:
     """Requests a second, from `rate` to `end_rate` where they differ. `burstiness`: the gamma
-    distribution's shape. 1 is a Poisson process; the variance of the gaps is the square of their
-    mean, divided by this."""
+    distribution's shape: 1 is a Poisson process; the variance of the gaps is their mean squared
+    over it."""
 
     rate: float
     end_rate: float | None = None
@@ -255,7 +252,6 @@ class Arrivals:
         return max(self.rate, self.end_rate or 0.0)
 
     def rate_at(self, index: int, count: int) -> float:
-        """The rate at which the request at `index` of `count` follows its predecessor."""
         if self.end_rate is None:
             return self.rate
         progress = index / max(1, count - 1)

@@ -64,7 +64,6 @@ class Cost:
         return max(self._read_s(roofline), self._multiply_s(roofline))
 
     def limit(self, roofline: Roofline) -> Limit:
-        """Whether reading or multiplying takes longer."""
         return "read" if self._read_s(roofline) >= self._multiply_s(roofline) else "multiply"
 
     def _read_s(self, roofline: Roofline) -> float:
@@ -103,13 +102,12 @@ class ExpertsCost:
 
     @property
     def token_parameters(self) -> int:
-        """Parameters that one token is multiplied with."""
         return self.num_chosen * self.parameters
 
     def read_by(self, num_tokens: int) -> float:
-        """Bytes of weights that a step of `num_tokens` tokens needs on average: of X experts of a
-        layer where a token chooses A evenly, X (1 - (1 - A / X)^T). Where tokens choose alike a
-        step reads less, and a share of the bound can exceed 100 %."""
+        """Bytes of weights that a step reads on average: of X experts of a layer where a token
+        chooses A evenly, X (1 - (1 - A / X)^T). Where tokens choose alike a step reads less, and a
+        share of the bound can exceed 100 %."""
         unchosen = (1 - self.num_chosen / self.num_experts) ** num_tokens
         return self.num_experts * (1 - unchosen) * self.num_bytes
 
@@ -117,30 +115,22 @@ class ExpertsCost:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCost:
     """A model's part of the bound: the matrix products' weights once a step, the KV of the rows'
-    contexts, recurrent states, and the operations of products and attention (a multiplication and
-    its sum are two). Norms, biases, activations, recurrences and embedding rows, below one per
-    cent together, are not counted. In a mixture a step reads each distinct expert that its tokens
-    choose once: those that a run touched, where the kernels counted them, else as `read_by` says.
+    contexts, recurrent states, and the operations of products and attention (a multiplication
+    and its sum are two). Norms, biases, activations, recurrences and embedding rows, below one
+    per cent together, are not counted. In a mixture a step reads each distinct expert that its
+    tokens choose once: those that a run touched, where the kernels counted them, else as
+    `read_by` says."""
 
-    Args:
-        layer_parameters: of all layers' matrix products, without the experts'.
-        head_parameters: of the vocabulary head, or of the embedding that is tied to it.
-        pair_operations: attention of one query and one token of its context, in all layers.
-        layer_bytes, head_bytes: of their weights as they are held in memory.
-        kv_bytes_per_token: one token's keys and values in all layers.
-        state_bytes: the recurrent state of a sequence.
-        gated_bytes: the part of the layers' that the kernels count with the experts: MLPs for all
-            tokens that have a gate.
-    """
-
-    layer_parameters: int
-    head_parameters: int
-    pair_operations: int
-    layer_bytes: int
+    layer_parameters: int  # of all layers' matrix products, without the experts'
+    head_parameters: int  # of the vocabulary head, or of the embedding that is tied to it
+    pair_operations: int  # attention of one query and one token of its context, in all layers
+    layer_bytes: int  # layer_bytes, head_bytes: of their weights as they are held in memory
     head_bytes: int
-    kv_bytes_per_token: int
-    state_bytes: int = 0
+    kv_bytes_per_token: int  # one token's keys and values in all layers
+    state_bytes: int = 0  # the recurrent state of a sequence
     experts: ExpertsCost | None = None
+    # The part of the layers' that the kernels count with the experts: MLPs for all tokens that
+    # have a gate.
     gated_bytes: int = 0
 
     @classmethod
@@ -153,8 +143,7 @@ class ModelCost:
         *,
         kv_cache_dtype: KVCacheDType = "auto",
     ) -> Self:
-        """Of a shape that computes in `dtype`, with quantised weights and KV, or a checkpoint's
-        stored formats."""
+        """With quantised weights and KV, or a checkpoint's stored formats."""
         size = partial(
             stored_bytes, dtype=dtype, quantization=quantization, stored_format=stored_format
         )
@@ -178,8 +167,7 @@ class ModelCost:
         )
 
     def weight_bytes(self, num_tokens: int, touched_bytes: float | None = None) -> float:
-        """Of a step's weights; `touched_bytes`: of the experts that it touched, if they were
-        counted."""
+        """`touched_bytes`: of the experts that a step touched, if they were counted."""
         if touched_bytes is None:
             touched_bytes = self.experts.read_by(num_tokens) if self.experts else 0
         else:
@@ -188,12 +176,10 @@ class ModelCost:
 
     @property
     def token_parameters(self) -> int:
-        """Parameters of the layers that one token is multiplied with."""
         return self.layer_parameters + (self.experts.token_parameters if self.experts else 0)
 
     def decode_step(self, rows: int, context: float, touched_bytes: float | None = None) -> Cost:
-        """One token for each row; `context`: average KV length with its own; `touched_bytes` as for
-        `weight_bytes`."""
+        """One token for each row; `context`: average KV length with its own."""
         parameters = self.token_parameters + self.head_parameters
         return Cost(
             read_bytes=self.weight_bytes(rows, touched_bytes)
@@ -239,12 +225,10 @@ def _experts_cost(
     )
 
 
-REPEATS = 15
-"""Runs of a measurement by `cadenza bench roofline`."""
+REPEATS = 15  # runs of a measurement by `cadenza bench roofline`
 
 MIN_BUFFER_BYTES = 256 << 20
-CACHES = 8
-"""The buffer is at least this many times the largest cache."""
+CACHES = 8  # the buffer is at least this many times the largest cache
 
 _BLOCK_BYTES = 1 << 20
 _MAX_BUFFER_BYTES = 4 << 30
@@ -269,7 +253,6 @@ def describe_machine(instruments: Instruments | None) -> dict[str, object]:
 
 
 def cpu_name(cpu_info: Path = _CPU_INFO) -> str:
-    """The processor's name from /proc/cpuinfo; elsewhere from Python."""
     try:
         lines = cpu_info.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -292,8 +275,7 @@ def _version(package: str) -> str | None:
 
 
 class RooflineProbe:
-    """Measures read bandwidth and multiply peak for `dtype` with all threads; keeps its buffer, so
-    that repeats are short."""
+    """Measures with all threads; keeps its buffer, so that repeats are short."""
 
     def __init__(self, instruments: Instruments | None, dtype: ProductDType) -> None:
         self._instruments = instruments
@@ -301,7 +283,7 @@ class RooflineProbe:
         self._buffer = None if instruments is None else instruments.new_buffer(buffer_bytes())
 
     def measure(self, repeats: int = REPEATS) -> Roofline:
-        """The best of the repeats; with numpy where there are no native kernels."""
+        """With numpy where there are no native kernels."""
         if self._instruments is None or self._buffer is None:
             return _measure_in_numpy(repeats)
         read = self._instruments.read_bytes_per_s(self._buffer, repeats=repeats)
@@ -312,13 +294,13 @@ class RooflineProbe:
 
 
 def buffer_bytes() -> int:
-    """The size of a buffer well beyond the last-level cache, a multiple of the kernels' block."""
+    """Well beyond the last-level cache, a multiple of the kernels' block."""
     wanted = max(MIN_BUFFER_BYTES, CACHES * largest_cache_bytes())
     return min(wanted, _MAX_BUFFER_BYTES) // _BLOCK_BYTES * _BLOCK_BYTES
 
 
 def largest_cache_bytes(system: Path = Path("/sys")) -> int:
-    """The largest cache of the first core; 0 where the system does not list caches."""
+    """Of the first core; 0 where the system does not list caches."""
     sizes = [0]
     for path in (system / _CACHE_SIZES).glob("index*/size"):
         text = path.read_text().strip()

@@ -12,6 +12,7 @@ from cadenza.backends.base import OpTotals
 from cadenza.bench import Clock
 from cadenza.errors import ConfigError, RunnerError
 
+# The sampling of a row that is not greedy.
 SAMPLED: dict[str, Any] = {
     "temperature": 1.0,
     "top_p": 0.9,
@@ -19,11 +20,10 @@ SAMPLED: dict[str, Any] = {
     "frequency_penalty": 0.5,
     "repetition_penalty": 1.1,
 }
-"""The sampling of a row that is not greedy."""
 
 STEP_OP = "next_token"
+# Operations that count the weights of the experts that they touch as read.
 EXPERT_OPS = frozenset({"grouped_gated_linear", "grouped_linear"})
-"""Operations that count the weights of the experts that they touch as read."""
 
 Prompt = tuple[int, ...]
 
@@ -52,7 +52,7 @@ class Timed:
 
 
 class _Requests:
-    """The requests of one run, submitted as the queue has room, and their tokens so far."""
+    """Submitted as the queue has room."""
 
     def __init__(
         self, core: EngineCore, prompts: Sequence[Prompt], max_tokens: int, num_sampled: int = 0
@@ -85,7 +85,7 @@ class _Requests:
         return self._num_finished == self._num_requests
 
     def step(self) -> int:
-        """Submits what the queue takes and runs one step; returns the number of tokens read."""
+        """Returns the number of tokens read."""
         while self._unsent and self._core.num_queue_slots:
             self._counts[self._core.submit(self._unsent.popleft())] = 0
         num_tokens = 0
@@ -98,7 +98,6 @@ class _Requests:
         return num_tokens
 
     def cancel(self) -> None:
-        """Cancels what still runs, and steps until the engine is idle."""
         for request_id in self._counts:
             self._core.cancel(request_id)
         while not self._core.is_idle:
@@ -125,9 +124,8 @@ def run_decode(
     core: EngineCore, task: DecodeTask, clock: Clock, profiler: Profiler | None = None
 ) -> Timed:
     """Times the steps in which every row decodes: all requests are submitted at once; the clock
-    runs from the last one's first token to its `output_len`-th, and steps with prompts are left
-    out. Rows that started sooner go on until then. Raises ConfigError: the engine did not keep all
-    rows running at the same time. Raises RunnerError: a request failed."""
+    runs from the last one's first token to its `output_len`-th, without steps with prompts. Raises
+    ConfigError: the engine did not keep all rows running at the same time; RunnerError."""
     rows = len(task.prompts)
     requests = _Requests(core, task.prompts, task.max_tokens, task.num_sampled)
     while requests.fewest_tokens < 1 and not requests.has_finished:
@@ -160,7 +158,7 @@ def run_prefill(
     core: EngineCore, prompts: Sequence[Prompt], clock: Clock, profiler: Profiler | None = None
 ) -> Timed:
     """Submits all prompts at once for one token each; the clock runs from the first step until the
-    last prompt's token is read; `num_tokens` are the prompts'. Raises RunnerError."""
+    last prompt's token is read. Raises RunnerError."""
     requests = _Requests(core, prompts, 1)
     num_steps_before = core.num_steps
     start_s = _start(clock, profiler)
@@ -189,7 +187,7 @@ def _start(clock: Clock, profiler: Profiler | None) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpShare:
-    """One operation's share of a step."""
+    """Of a step."""
 
     op: str
     calls: int
@@ -214,7 +212,7 @@ class StepProfile:
 
     @property
     def rest_ms(self) -> float:
-        """Time outside the kernels: in XLA, in the runner, and on the host where not overlapped."""
+        """In XLA, in the runner, and on the host where not overlapped."""
         return self.step_ms - self.kernels_ms
 
     @property
@@ -223,16 +221,14 @@ class StepProfile:
 
 
 def calls_of_a_step(ops: Sequence[OpTotals]) -> dict[str, int]:
-    """How often a step calls each operation, from totals of complete steps, in proportion to
-    `next_token`, called once a step."""
+    """In proportion to `next_token`, called once a step."""
     num_steps = next((op.num_calls for op in ops if op.name == STEP_OP), 0)
     return {op.name: op.num_calls // num_steps for op in ops if op.num_calls and num_steps}
 
 
 def touched_bytes(runs: Sequence[Timed]) -> float | None:
     """Bytes of experts that an average step touched, and of what they multiplied, which is little;
-    None if no run counted them. Each operation counts with the mean of its calls, as runs may cover
-    steps in part."""
+    None if no run counted them. Means of calls, as runs may cover steps in part."""
     totals = [op for run in runs for op in run.ops if op.num_calls]
     num_steps = sum(op.num_calls for op in totals if op.name == STEP_OP)
     num_bytes = 0.0
@@ -246,8 +242,8 @@ def touched_bytes(runs: Sequence[Timed]) -> float | None:
 
 
 def step_profile(timed: Timed, calls: Mapping[str, int]) -> StepProfile:
-    """The average step: an operation's mean time for a call times the `calls` of a step, so that
-    steps which the run covers in part do not distort it."""
+    """An operation's mean time for a call times the `calls` of a step, so that steps which the run
+    covers in part do not distort it."""
     shares = [_share(op, calls.get(op.name, 0)) for op in timed.ops if op.num_calls]
     return StepProfile(
         step_ms=1e3 * timed.elapsed_s / max(1, timed.num_steps),
@@ -265,7 +261,7 @@ def _share(op: OpTotals, calls: int) -> OpShare:
 
 
 def text_ids(core: EngineCore) -> Sequence[int]:
-    """The ids of random prompts: all but that of the placeholders of images."""
+    """All but that of the placeholders of images."""
     ids, images = range(core.runner.vocab_size), core.limits.images
     if images is None:
         return ids

@@ -34,8 +34,7 @@ from cadenza.errors import CadenzaError
 from cadenza.loading.memory import usable_cores
 from cadenza.server_link import ServerLink
 
-_EPOLL_S = 0.001
-"""Timeouts are rounded up to this, which is not the client's being late."""
+_EPOLL_S = 0.001  # timeouts are rounded up to this, which is not the client's being late
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +48,7 @@ class WatchedTime:
 
 
 class WatchedSelector(selectors.DefaultSelector):
-    """The default selector, which notes how long the loop is away from it and how late it wakes;
-    for `asyncio.SelectorEventLoop`."""
+    """Notes how long the loop is away from it and how late it wakes."""
 
     def __init__(
         self, clock: Clock = time.perf_counter, cpu_clock: Clock = time.process_time
@@ -98,19 +96,17 @@ class WatchedSelector(selectors.DefaultSelector):
 
 Result = TypeVar("Result")
 
+# The share of arrivals answered, in the second half of the time of arrivals, by a server that keeps
+# up; before, the first answers are still to come.
 KEPT_UP = 0.95
-"""The share of arrivals answered, in the second half of the time of arrivals, by a server that
-keeps up; before, the first answers are still to come."""
-GOOD_SHARE = 0.9
-"""Or, with --goodput, when this share of them is good."""
+GOOD_SHARE = 0.9  # or, with --goodput, when this share of them is good
 
 _CPU_SECONDS = re.compile(r"^process_cpu_seconds_total(?:\{[^}]*\})? ([0-9.eE+-]+)$", re.MULTILINE)
 _PROBE = PlannedRequest(text="Hi", max_tokens=1)
-_TICK_S = 0.05
-"""Between two timers by which the lateness of wake-ups is seen."""
+_TICK_S = 0.05  # between two timers by which the lateness of wake-ups is seen
 _TIMER_S = 0.001
+# Of the mean gap between arrivals, the most that is spent on meeting a due time exactly.
 _SPIN_SHARE = 0.01
-"""Of the mean gap between arrivals, the most that is spent on meeting a due time exactly."""
 
 
 class ServerError(CadenzaError):
@@ -126,8 +122,8 @@ class MeasuredLoad:
 
 
 def measure_serving(address: ServerAddress, options: LoadOptions, report: OnStatus) -> ServeFigures:
-    """Waits for all answers. Raises ServerError when the server cannot be reached or lists no
-    model; ConfigError when the data set cannot be read."""
+    """Raises ServerError when the server cannot be reached or lists no model; ConfigError when the
+    data set cannot be read."""
     source = options.source()
 
     async def measure(watch: WatchedSelector) -> ServeFigures:
@@ -150,7 +146,7 @@ def measure_serving(address: ServerAddress, options: LoadOptions, report: OnStat
 
 
 def run_watched(work: Callable[[WatchedSelector], Coroutine[Any, Any, Result]]) -> Result:
-    """Runs a coroutine on an event loop whose time is watched."""
+    """On an event loop whose time is watched."""
     watch = WatchedSelector()
     with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(watch)) as runner:
         return runner.run(work(watch))
@@ -254,7 +250,6 @@ class LoadedServer:
     async def _closed_loop(
         self, load: PlannedLoad, encoded: Sequence[bytes], progress: "_Progress"
     ) -> list[Outcome]:
-        """Each client sends its next request when its last one is done."""
         left = iter(zip(load.requests, encoded, strict=True))
         outcomes: list[Outcome] = []
 
@@ -270,7 +265,6 @@ class LoadedServer:
     async def _open_loop(
         self, load: PlannedLoad, encoded: Sequence[bytes], progress: "_Progress"
     ) -> list[Outcome]:
-        """Each request is sent when it is due, however many are open."""
         assert load.arrivals is not None
         clock, start_s = self._client.clock, self._client.clock() + _TICK_S
         # A timer is up to a millisecond late; polling for that long would take processor time.
@@ -297,7 +291,7 @@ class LoadedServer:
             await asyncio.sleep(1 / self._options.probe_request_rate)
 
     async def _server_cpu_s(self) -> float | None:
-        """The server's processor time; None where its metrics lack it."""
+        """None where the server's metrics lack it."""
         try:
             response = await self._http.get("/metrics")
         except httpx.HTTPError:
@@ -307,7 +301,6 @@ class LoadedServer:
 
 
 def client_share(watched: WatchedTime, load: LoadFigures) -> ClientShare:
-    """The client's part of a load, from what was watched meanwhile."""
     lag_s = watched.lag_s + (load.send_lag.mean_s if load.send_lag else 0.0)
     ttft_s = load.ttft.mean_s if load.ttft else 0.0
     return ClientShare(
@@ -319,8 +312,7 @@ def client_share(watched: WatchedTime, load: LoadFigures) -> ClientShare:
 
 
 def capacity_rps(loads: Sequence[MeasuredLoad]) -> float | None:
-    """The highest rate that the server kept up with (with --goodput, that enough requests were
-    good); None without one."""
+    """The highest rate that the server kept up with (with --goodput, with enough good requests)."""
     kept = [
         figures.arrivals.rate
         for each in loads

@@ -71,7 +71,7 @@ class RequestForm:
 
 
 class ServeClient:
-    """Streamed answers of one server, over connections that are kept open between requests."""
+    """Over connections that are kept open between requests."""
 
     def __init__(
         self, address: ServerAddress, form: RequestForm, clock: Clock = time.perf_counter
@@ -93,7 +93,7 @@ class ServeClient:
         self._decoder = msgspec.json.Decoder(_Chunk)
 
     def encode(self, request: PlannedRequest) -> bytes:
-        """The HTTP request's bytes, which can be made before it is due."""
+        """Can be made before the request is due."""
         body: dict[str, Any] = {"model": self.form.model}
         if request.messages:
             body["messages"] = request.messages
@@ -117,8 +117,8 @@ class ServeClient:
     async def complete(
         self, request: PlannedRequest, encoded: bytes | None = None, due_s: float | None = None
     ) -> list[Outcome]:
-        """Sends the request, and each turn of a conversation after the answer before it; a
-        conversation ends with the first failed turn."""
+        """A turn of a conversation is sent after the answer before it; it ends with the first
+        failed one."""
         outcomes: list[Outcome] = []
         messages = list(request.messages)
         for said in (None, *request.turns):
@@ -222,7 +222,7 @@ class ServeClient:
 
 
 class _Connection(asyncio.Protocol):
-    """Collects the server-sent events of one answer after the other."""
+    """The server-sent events of one answer after the other."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock

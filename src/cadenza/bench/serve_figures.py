@@ -18,8 +18,8 @@ PERCENTILES = (50.0, 95.0, 99.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletedRequest:
-    """A request whose stream ended well; `content_s` are the arrivals of its content chunks.
-    `num_content_tokens`: the tokens of each chunk, where the server was asked for their ids."""
+    """`content_s`: arrivals of its content chunks; `num_content_tokens`: the tokens of each, where
+    the server was asked for their ids."""
 
     sent_s: float
     content_s: tuple[float, ...]
@@ -50,7 +50,7 @@ class CompletedRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailedRequest:
-    """A request that failed; `reason` is an HTTP status, or a cause in a word or two."""
+    """`reason` is an HTTP status, or a cause in a word or two."""
 
     sent_s: float
     end_s: float
@@ -90,10 +90,9 @@ class CpuTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientShare:
-    """How much of a load's processor time and latency is this client's own. `cpu_share`: of all
-    processors that the client may use. `lag_s`: by which the client was late on average: to wake
-    up, to read, and to send what was due. `lag_share`: of the mean time to first token.
-    `longest_busy_s`: the longest time in which it read no socket."""
+    """This client's own part of a load. `cpu_share`: of all processors that it may use. `lag_s`: by
+    which it was late on average, to wake up, to read, and to send what was due; `lag_share`: of the
+    mean time to first token. `longest_busy_s`: in which it read no socket."""
 
     cpu_share: float
     lag_s: float
@@ -108,8 +107,7 @@ class ClientShare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadSetting:
-    """How a load was made, and what is asked of its figures. `percentiles`: of each `Spread`,
-    besides those that every one has."""
+    """`percentiles`: of each `Spread`, besides those that every one has."""
 
     concurrency: int | None = None
     arrivals: Arrivals | None = None
@@ -200,8 +198,7 @@ class LoadFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeFigures:
-    """The figures of all loads on one server. `timelines`: the outcomes of each load.
-    `capacity_rps`: of a sweep, the highest rate that the server kept up with."""
+    """`timelines`: the outcomes of each load. `capacity_rps`: of a sweep."""
 
     url: str
     model: str
@@ -215,7 +212,7 @@ class ServeFigures:
 
 
 def figures_of(outcomes: Sequence[Outcome], cpu: CpuTimes, setting: LoadSetting) -> LoadFigures:
-    """The figures of one load; of at least one request."""
+    """Of at least one request."""
     answers = [each for each in outcomes if isinstance(each, CompletedRequest)]
     start_s = min(each.start_s for each in outcomes)
 
@@ -242,7 +239,7 @@ def figures_of(outcomes: Sequence[Outcome], cpu: CpuTimes, setting: LoadSetting)
 
 
 def num_good(answers: Sequence[CompletedRequest], bounds: Goodput) -> int:
-    """How many answers keep all bounds; an answer without text, or of one token, has no TPOT."""
+    """An answer without text, or of one token, has no TPOT."""
 
     def keeps(value_s: float | None, bound_ms: float | None, absent: bool) -> bool:
         if bound_ms is None:

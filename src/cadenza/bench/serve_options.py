@@ -52,8 +52,7 @@ _FILES = ("sharegpt", "custom")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goodput:
-    """The most milliseconds of a good request; None bounds nothing. Raises ConfigError: a bound is
-    not above 0."""
+    """The most milliseconds of a good request; None bounds nothing."""
 
     ttft_ms: float | None = None
     tpot_ms: float | None = None
@@ -61,7 +60,7 @@ class Goodput:
 
 
 def parse_goodput(text: str) -> Goodput:
-    """Reads `ttft:200,tpot:50`; raises ConfigError."""
+    """Reads `ttft:200,tpot:50`. Raises ConfigError."""
     bounds: dict[str, float] = {}
     for part in re.split(r"[,\s]+", text.strip()):
         name, _, value = part.partition(":")
@@ -80,8 +79,7 @@ def parse_goodput(text: str) -> Goodput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerAddress:
-    """A server with the OpenAI API; `url` with or without `/v1`. Raises ConfigError: `url` is no
-    URL."""
+    """`url` with or without `/v1`. Raises ConfigError."""
 
     url: str
     model: str | None = flag(
@@ -114,8 +112,8 @@ class PlannedLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """The loads. Lengths are drawn evenly, both bounds included. `timeout_s`: for the next piece of
-    an answer. Raises ConfigError: a value is out of bounds, or two exclude each other."""
+    """Lengths are drawn evenly, both bounds included. `timeout_s`: for the next piece of an answer.
+    Raises ConfigError."""
 
     concurrency: tuple[int, ...] = flag(
         (1, 8, 32),
@@ -273,8 +271,7 @@ class LoadOptions:
             )
 
     def source(self, *, as_text: bool = False) -> PromptSource:
-        """The prompts. Raises ConfigError where a file cannot be read. `as_text`: what "auto"
-        stands for."""
+        """`as_text`: what "auto" stands for. Raises ConfigError where a file cannot be read."""
         if self.dataset_path is not None:
             return PromptFile(
                 path=Path(self.dataset_path),
@@ -301,8 +298,8 @@ class LoadOptions:
         return source.take(self.num_warmups, 0)
 
     def loads(self, source: PromptSource, round_: int = 0) -> Iterator[PlannedLoad]:
-        """In order; of a sweep only the two loads from which its rates follow. `round_`: each has
-        prompts and arrivals of its own."""
+        """Of a sweep only the two from which its rates follow. `round_`: each has prompts and
+        arrivals of its own."""
         parts = itertools.count(1 + round_ * MAX_CONCURRENCIES)
         if self.request_rate is not None:
             for rate in self.request_rate:

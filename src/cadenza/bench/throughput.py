@@ -81,7 +81,6 @@ class RemainingTime:
         return left_s
 
     def _repeat_s(self, rows: int, output_len: int) -> float:
-        """Prompts and answers of a decode run, and the prompts of a prefill run."""
         num_prompts = rows + self.workload.num_prefill_prompts(rows, self.token_budget)
         prompts_s = num_prompts * self.workload.input_len * self._prompt_token_s
         return prompts_s + output_len * self._decode_step_s(rows)
@@ -98,8 +97,7 @@ def about(seconds: float) -> str:
     return f"{round(seconds / 60)} min"
 
 
-PROBE_REPEATS = 3
-"""Passes of the roofline's measurement before and after each run."""
+PROBE_REPEATS = 3  # passes of the roofline's measurement before and after each run
 
 _SETTINGS = ("input_len", "output_len", "repeats", "sampling")
 
@@ -115,8 +113,7 @@ class RatedRun:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rate:
     """Every repeat of one type of run; `cost` is that of `num_tokens` tokens. A run's bound uses
-    the roofline measured around it, since memory bandwidth changes; None where no roofline is
-    known."""
+    the roofline measured around it, since memory bandwidth changes."""
 
     runs: tuple[RatedRun, ...]
     cost: Cost | None
@@ -160,7 +157,6 @@ class Rate:
 
     @property
     def _bound_runs(self) -> list[float] | None:
-        """Tokens a second of the bound around each run."""
         cost, rooflines = self.cost, self.rooflines
         if cost is None or not rooflines:
             return None
@@ -198,8 +194,8 @@ class Throughput:
 def engine_config(
     config: EngineConfig, workload: Workload, default_token_budget: int, trained: int
 ) -> EngineConfig:
-    """`config` with enough rows and, unless given, a fitting context. Raises ConfigError where a
-    run fits neither that nor the model's `trained` positions."""
+    """With enough rows and, unless given, a fitting context. Raises ConfigError where a run fits
+    neither that nor the model's `trained` positions."""
     budget = config.max_num_batched_tokens or default_token_budget
     filling = 2 * -(-budget // workload.input_len) + 1  # a step's prompts, and the next one's
     rows = max(config.max_num_seqs or 1, workload.most_rows, min(filling, budget))
@@ -231,9 +227,8 @@ def measure_throughput(
     watch: ThroughputWatch,
     backends: Backends = BACKENDS,
 ) -> Throughput:
-    """Loads the model and times every run, with the roofline measured around each on a CPU. Raises
-    CheckpointError, ConfigError, DeviceUnavailableError: it cannot be loaded or measured. Raises
-    RunnerError: a request failed."""
+    """The roofline is measured around each run on a CPU. Raises CheckpointError, ConfigError,
+    DeviceUnavailableError, RunnerError."""
     checkpoint = find_configured(model, config, backends)
     traits = describe_backend(config, checkpoint, backends)
     if workload.profile and traits.ops != "native":
@@ -303,7 +298,6 @@ def _bound_of(loaded: LoadedModel, instruments: Instruments | None) -> _Bound | 
 
 
 def _counts_experts(loaded: LoadedModel) -> bool:
-    """Whether the operations count the experts that a step touches."""
     return loaded.plan.traits.ops == "native" and loaded.checkpoint.config.experts is not None
 
 
@@ -365,7 +359,7 @@ class _Runs:
     def add_profiles(
         self, result: ConcurrencyResult, profiler: Instruments | None
     ) -> ConcurrencyResult:
-        """`result` with the profiles of one more run of each kind."""
+        """Of one more run of each kind."""
         decode = self._decode(result.concurrency, self.workload.output_len, profiler)
         prefill = self._prefill(result.concurrency, profiler)
         calls = calls_of_a_step(prefill.ops)

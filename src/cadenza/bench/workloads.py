@@ -9,11 +9,9 @@ from cadenza.config import MAX_NUM_SEQS_BOUND
 from cadenza.errors import ConfigError
 from cadenza.option import flag
 
-PREFILL_STEPS = 4
-"""A prefill run has prompts for at least this many full steps."""
+PREFILL_STEPS = 4  # a prefill run has prompts for at least this many full steps
 
-WARM_TOKENS = 8
-"""Tokens of a decode run that warms up."""
+WARM_TOKENS = 8  # tokens of a decode run that warms up
 
 MAX_REPEATS = 1000
 MAX_CONCURRENCIES = 64
@@ -21,21 +19,20 @@ MAX_CLIENTS = 1024
 MAX_NUM_REQUESTS = 1_000_000
 MAX_LEN = 1 << 24
 MAX_DRAWN_LEN = 1 << 20
-FIRST_TOKEN_ID = 3
-"""The lowest ids are often begin, end and padding."""
+FIRST_TOKEN_ID = 3  # the lowest ids are often begin, end and padding
 
 ChatMessages = tuple[Mapping[str, str], ...]
 SampledRows = Literal["none", "one", "all"]
 
 
 def check_whole(flag: str, value: int, low: int, high: int) -> None:
-    """Raises ConfigError when a flag's value is out of bounds."""
+    """Raises ConfigError."""
     if not low <= value <= high:
         raise ConfigError(f"--{flag} {value} must be a whole number from {low} to {high}")
 
 
 def check_lengths(prompts: tuple[int, int], answers: tuple[int, int]) -> None:
-    """Raises ConfigError when the bounds of lengths are out of bounds."""
+    """Raises ConfigError."""
     for name, (low, high) in (("input-len", prompts), ("output-len", answers)):
         if not 1 <= low <= high <= MAX_DRAWN_LEN:
             raise ConfigError(
@@ -45,13 +42,13 @@ def check_lengths(prompts: tuple[int, int], answers: tuple[int, int]) -> None:
 
 
 def check_repeats(repeats: int) -> None:
-    """Raises ConfigError when `--repeats` is out of bounds."""
+    """Raises ConfigError."""
     check_whole("repeats", repeats, 1, MAX_REPEATS)
 
 
 def fitting_context(needed: int, asked: int | None, trained: int) -> int:
-    """`--max-model-len` for requests of `needed` tokens, or what was asked for. Raises ConfigError
-    where they fit neither that nor the model's `trained` positions."""
+    """`--max-model-len` for requests of `needed` tokens, or what was `asked` for. Raises
+    ConfigError where they fit neither that nor the model's `trained` positions."""
     if asked is not None and asked < needed:
         raise ConfigError(
             f"--max-model-len {asked} is below the {needed} tokens that the runs take; raise it, "
@@ -90,7 +87,6 @@ class Workload:
             check_whole("concurrency", rows, 1, MAX_NUM_SEQS_BOUND)
 
     def num_sampled(self, rows: int) -> int:
-        """How many of `rows` are sampled with top-p and penalties."""
         return {"none": 0, "one": 1, "all": rows}[self.sampling]
 
     @property
@@ -101,17 +97,16 @@ class Workload:
         return max(rows, -(-PREFILL_STEPS * token_budget // self.input_len))
 
     def most_tokens(self, rows: int, token_budget: int) -> int:
-        """Output tokens of the row that starts first, until the last has its output: while a prompt
-        is computed, at most `rows` - 1 rows decode."""
+        """Of the row that starts first, until the last has its output: while a prompt is computed,
+        at most `rows` - 1 rows decode."""
         for_prompts = max(1, token_budget - rows + 1)
         return self.output_len + -(-rows * self.input_len // for_prompts) + 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedRequest:
-    """One prompt, in one of three forms, and the length of its answer. `messages`: of a chat; the
-    others are completions. `turns`: what the user says after each answer, in a conversation.
-    `after_s`: when it is due, from the start of the load; 0 without a rate."""
+    """A prompt in one of three forms. `messages`: of a chat; the others are completions. `turns`:
+    what the user says after each answer. `after_s`: when it is due, from the start of the load."""
 
     prompt_token_ids: tuple[int, ...] = ()
     text: str = ""

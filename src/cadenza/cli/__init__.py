@@ -57,7 +57,7 @@ _CODES: tuple[tuple[tuple[type[CadenzaError], ...], int], ...] = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs `cadenza` with `arguments` (the process's own when None) and returns its exit code."""
+    """Runs `cadenza` with `arguments` (None: the process's own); returns its exit code."""
     with _usable_streams(), dropped_interrupts_raised():
         try:
             code = _run(sys.argv[1:] if arguments is None else arguments)
@@ -126,7 +126,6 @@ def _usable_streams() -> Generator[None]:
 
 
 def _guarded(stream: TextIO) -> TextIO:
-    """The same file with the same settings as an `_Output`; other streams are returned as is."""
     wrapper: Any = stream
     buffer: Any = getattr(stream, "buffer", None)
     raw: object = getattr(buffer, "raw", buffer)
@@ -177,7 +176,6 @@ def _parser_errors() -> tuple[type[Exception], ...]:
 
 
 def _report_usage(fault: Exception) -> int:
-    """Prints one line with the error and the command that shows help."""
     shown = cast(Any, fault)
     path: str = getattr(shown.ctx, "command_path", "cadenza")
     parameter = getattr(shown, "param", None)
@@ -190,7 +188,6 @@ def _report_usage(fault: Exception) -> int:
 
 
 def _name_of(parameter: Any, source: Any, parsed: Mapping[str, Any]) -> str:
-    """A flag as it was given: its variable, its name in a file, or the flag."""
     kind = None if source is None else source.name
     if kind == "ENVIRONMENT":
         return parameter.envvar

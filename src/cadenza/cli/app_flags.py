@@ -20,12 +20,13 @@ from cadenza.errors import ConfigError, show
 
 _OWN = ("fronts", "autoscaling", "engine_resources", "front_resources")
 MAX_FRONTS = 16
+# Open at the same time, such as of /metrics and /health, beside requests of the model.
 OTHER_CALLS = 1000
-"""Open at the same time, such as of /metrics and /health, beside requests of the model."""
 
+# What the parser raises; typer exports its child alone.
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
-"""What the parser raises; typer exports its child alone."""
 
+# Flags of `cadenza serve` that an application cannot follow, and why.
 _NOT_HERE: Mapping[str, str] = {
     **dict.fromkeys(
         ("host", "port", "uds", "uds_mode", "ssl_certfile", "ssl_keyfile", "handover"),
@@ -37,7 +38,6 @@ _NOT_HERE: Mapping[str, str] = {
     "log_level": "Ray has logs of its own",
     "otlp_traces_endpoint": "spans are not sent from there",
 }
-"""Flags of `cadenza serve` that an application cannot follow, and why."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +115,6 @@ def _parsed(given: Mapping[str, Any]) -> tuple[ServeFlags, EngineConfig]:
 
 
 def _words(parameter: Any, value: Any) -> list[str]:
-    """A flag and its value, as on the command line."""
     (name, *_), no_name = parameter.opts, parameter.secondary_opts[:1]
     if parameter.is_flag:
         asked = _read(value)

@@ -25,7 +25,7 @@ State = Literal["waiting", "reading", "writing", "preempted", "done", "failed"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """A prompt on its way to the engine, and how it is shown."""
+    """A prompt, and how it is shown."""
 
     shown: str
     prepared: PreparedRequest
@@ -33,8 +33,7 @@ class Question:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class BatchStream:
-    """A prompt and its answer so far; `row`: where it runs or ran last; `num_read`: computed prompt
-    tokens."""
+    """`row`: where it runs or ran last; `num_read`: computed prompt tokens."""
 
     index: int
     question: Question
@@ -60,7 +59,7 @@ class BatchStream:
 
     @property
     def output(self) -> RequestOutput | None:
-        """The output so far; None before the request is submitted."""
+        """None before the request is submitted."""
         return None if self.processor is None else self.processor.output()
 
     @property
@@ -75,12 +74,12 @@ class BatchStream:
 
     @property
     def text(self) -> str:
-        """The first sample's: of an answer that is in parts, its reasoning, then its content."""
+        """The first sample's; of an answer in parts, its reasoning, then its content."""
         return told(self.completions[0]) if self.completions else ""
 
     @property
     def answer(self) -> str:
-        """The first sample's without its reasoning, where that is told apart."""
+        """The first sample's, without reasoning."""
         if not self.completions:
             return ""
         completion = self.completions[0]
@@ -90,7 +89,6 @@ class BatchStream:
 
     @property
     def finish_reasons(self) -> str | None:
-        """Those of its samples, each once."""
         reasons = [each.finish_reason for each in self.completions]
         return ", ".join(dict.fromkeys(each or NOTHING for each in reasons)) or None
 
@@ -107,8 +105,7 @@ class BatchStream:
 
 
 class BatchRun:
-    """Runs `questions` in one batch. Raises InvalidRequestError, before any is started, if one
-    cannot be served."""
+    """Raises InvalidRequestError, before any is started, if one of `questions` cannot be served."""
 
     def __init__(
         self,
@@ -161,11 +158,10 @@ class BatchRun:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Of all tokens, over `elapsed_s`."""
         return rate(self.num_tokens, self.elapsed_s)
 
     def step(self) -> list[BatchStream]:
-        """Runs one step; returns the streams that have something new, in their order."""
+        """Returns the streams that have something new, in their order."""
         self._send()
         processors = self._router.push(self.core.step())
         self.num_steps += 1
@@ -207,7 +203,6 @@ class BatchRun:
         return stream
 
     def _observe(self) -> None:
-        """Copies rows and progress from the scheduler, for the live view."""
         scheduler = self.core.scheduler
         for sequence in scheduler.waiting:
             stream = self._open.get(sequence.request_id)
@@ -227,7 +222,7 @@ def rate(count: int, seconds: float) -> float | None:
 
 
 def told(completion: CompletionOutput) -> str:
-    """A completion's text; of parts, with an empty line between those of different kinds."""
+    """A completion's text; parts of different kinds have an empty line between them."""
     if completion.parts is None:
         return completion.text
     kinds = groupby(completion.parts, key=lambda part: part.kind)

@@ -21,11 +21,11 @@ from cadenza.errors import ConfigError
 if TYPE_CHECKING:
     from cadenza.weights.weight_format import WeightDType
 
+# In the order of the help.
 NAMES = (
     *("throughput", "serve", "batching", "compare", "spec-prefill", "roofline", "startup"),
     *("load", "simulate", "make-checkpoint"),
 )
-"""In the order of the help."""
 
 
 def bench_throughput(
@@ -90,7 +90,7 @@ def bench_make_checkpoint(
 
 
 def commands() -> Mapping[str, BenchCommand]:
-    """All subcommands, by name; without the laboratory's where that is not installed."""
+    """By name; without the laboratory's where that is not installed."""
     from cadenza.cli.bench_report import bench_serve
 
     found = {

@@ -47,13 +47,12 @@ class BenchCommand:
 
     @property
     def flagged(self) -> Callable[..., object]:
-        """The command as typer reads it."""
         flagged = with_flags(self.call)
         return _with_quick(self, flagged) if self.quick else flagged
 
 
 def _with_quick(command: BenchCommand, flagged: Callable[..., object]) -> Callable[..., object]:
-    """With --quick: other defaults, below the command's flags, variables and file."""
+    """Its defaults are below the command's flags, variables and file."""
 
     def fill(context: typer.Context, is_quick: bool) -> bool:
         if is_quick:

@@ -86,7 +86,6 @@ def throughput_result(found: "Throughput") -> Result:
 
 
 def throughput_watch(status: Status) -> "ThroughputWatch":
-    """Prints the machine, the setting and each row as soon as they are known."""
     from cadenza.bench.throughput import ThroughputWatch
 
     rows = RowLines(_THROUGHPUT)
@@ -141,7 +140,7 @@ def _profile_table(profile: "StepProfile") -> "Table":
 
 
 def roofline_result(machine: Machine, found: "Sequence[Roofline]") -> Result:
-    """The machine and its highest rates; `found` has one measurement for each type."""
+    """`found` has one measurement for each type."""
     read_gb_s = max(each.read_gb_s for each in found)
     rates = {
         "read_gb_s": read_gb_s,
@@ -186,7 +185,7 @@ def bench_serve(
 
 
 def serving_result(found: "ServeFigures", options: LoadOptions) -> Result:
-    """A row for each load; the exit code is 1 where a request failed or a load is void."""
+    """The exit code is 1 where a request failed or a load is void."""
 
     def charts() -> Sequence[Chart]:
         from cadenza_bench.plots import serving_charts
@@ -212,7 +211,7 @@ def serving_result(found: "ServeFigures", options: LoadOptions) -> Result:
 
 
 def void_reasons(loads: Iterable[tuple[str, "LoadFigures"]], most: float) -> list[str]:
-    """A line for each load in which the client's own share was above `most`."""
+    """Of each load in which the client's own share was above `most`."""
     found: list[str] = []
     for server, load in loads:
         client = load.client

@@ -106,9 +106,8 @@ class ChatSetup:
     config: EngineConfig
 
     def open(self, stack: ExitStack, *, is_shown: bool) -> Conversation:
-        """A conversation with the model, which is loaded until the stack is left; `is_shown`: with
-        a progress bar. Raises InvalidRequestError, before weights are loaded, for what cannot work.
-        """
+        """The model is loaded until the stack is left; `is_shown`: with a progress bar. Raises
+        InvalidRequestError, before weights are loaded, for what cannot work."""
         from cadenza.cli.status import progress_bar
         from cadenza.frontend.loaded_model import open_model
         from cadenza.loading.engine_plan import with_pool
@@ -139,7 +138,6 @@ def _check_can_chat(planned: "PlannedModel", params: Mapping[str, object]) -> No
 
 
 def introduction(model: str | None, loaded: "LoadedModel") -> str:
-    """A line on the model; for the bundled one also what to ask it."""
     from cadenza.cli.report import magnitude_text
     from cadenza.models.declaration import count_parameters
 
@@ -159,7 +157,7 @@ def introduction(model: str | None, loaded: "LoadedModel") -> str:
 
 
 def answer_once(talk: Conversation, asked: Asked, show: Callable[[str], object]) -> int:
-    """Shows the answer to one question; returns the exit code. Raises KeyboardInterrupt."""
+    """Returns the exit code. Raises KeyboardInterrupt."""
     stream = talk.ask(asked, show)
     write("\n")
     _print_cut(talk, stream)
@@ -170,7 +168,7 @@ def answer_once(talk: Conversation, asked: Asked, show: Callable[[str], object])
 
 
 def _answer_lines(talk: Conversation, flags: ChatFlags) -> int:
-    """Answers the lines of stdin, up to one that cannot be answered; returns the exit code."""
+    """Up to one that cannot be answered; returns the exit code."""
     while True:
         with talk.interrupts.raised():
             line = sys.stdin.readline()
@@ -199,7 +197,6 @@ def _drop_oldest(talk: Conversation, count: int) -> None:
 
 
 def _talk_with_person(talk: Conversation, flags: ChatFlags) -> int:
-    """Reads messages from a terminal, with history and editing where the platform has readline."""
     from cadenza.loading.planned_engine import cache_folder
 
     history = InputHistory(cache_folder() / HISTORY if flags.history else None)
@@ -225,7 +222,6 @@ def _talk_with_person(talk: Conversation, flags: ChatFlags) -> int:
 
 
 def _retry(talk: Conversation, flags: ChatFlags) -> None:
-    """Answers the last question again; explains an answer that is the same as before."""
     before = talk.turns[-1:]
     question = talk.take_back()
     if question is None:
@@ -252,8 +248,7 @@ def _answer_person(talk: Conversation, asked: Asked, flags: ChatFlags) -> None:
 
 
 def _make_room(talk: Conversation, asked: Asked, flags: ChatFlags) -> bool:
-    """Drops the oldest turns where the context is full, as the flag says or a person agrees; False
-    where the person would rather not ask at all (Ctrl-C)."""
+    """False where the person would rather not ask at all (Ctrl-C)."""
     if flags.context_policy == "refuse" or not (count := talk.num_too_many(asked)):
         return True
     if flags.context_policy == "ask":
@@ -272,8 +267,6 @@ def _make_room(talk: Conversation, asked: Asked, flags: ChatFlags) -> bool:
 
 
 def _prepare_editing() -> None:
-    """Editing for `input`, pasted lines as one message, and Tab for commands and images' files,
-    where readline has it."""
     with suppress(ImportError):
         import readline
 
@@ -288,7 +281,7 @@ def _prepare_editing() -> None:
 
 
 def _read_message(talk: Conversation) -> str | None:
-    """The next message; "" after Ctrl-C, which drops what was typed; None at the end of input."""
+    """ "" after Ctrl-C, which drops what was typed; None at the end of input."""
     try:
         with talk.interrupts.raised():
             return _read_lines()
@@ -301,7 +294,6 @@ def _read_message(talk: Conversation) -> str | None:
 
 
 def _read_lines() -> str:
-    """A line, or all lines from one that begins with three quotes to one that ends with them."""
     line = input(MARK)
     if not line.lstrip().startswith(QUOTES):
         return line
@@ -312,8 +304,7 @@ def _read_lines() -> str:
 
 
 def terminal_writer() -> Callable[[str], object]:
-    """Writes the parts of an answer, with whole words in each line and without control
-    characters."""
+    """With whole words in each line and without control characters."""
     from cadenza.cli.report import harmless
 
     wrapped = WordWrap(write)
@@ -326,7 +317,6 @@ def write(text: str) -> None:
 
 
 def _print_cut(talk: Conversation, stream: "BatchStream") -> None:
-    """Says of an answer that it ends where the context does."""
     num_tokens = stream.num_prompt_tokens + stream.num_tokens
     if stream.finish_reasons == "length" and num_tokens >= talk.max_model_len:
         print(CUT.format(size=talk.max_model_len), file=sys.stderr)

@@ -11,8 +11,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-NARROWEST = 20
-"""Cells of a line below which the terminal breaks words."""
+NARROWEST = 20  # cells of a line below which the terminal breaks words
 
 FENCE = "```"
 MAX_LINES = 1000
@@ -77,8 +76,8 @@ class WordWrap:
 
 @contextmanager
 def unechoed() -> Generator[None]:
-    """Within this block the terminal shows nothing of what is typed, nor ^C; it is kept for the
-    next line that is read."""
+    """The terminal shows nothing of what is typed, nor ^C; it is kept for the next line that is
+    read."""
     try:
         import termios
     except ImportError:  # not on this system
@@ -99,7 +98,7 @@ def unechoed() -> Generator[None]:
 
 
 def completions(line: str, commands: Sequence[str], with_file: str) -> list[str]:
-    """What a line that was begun may become: commands, or the one `with_file` with a file."""
+    """Commands, or the one `with_file` with a file."""
     if line.startswith("/") and " " not in line:
         return [f"{name} " for name in commands if name.startswith(line)]
     if not line.startswith(f"{with_file} "):
@@ -126,7 +125,7 @@ class InputHistory:
         self._file, self._last = file, ""
 
     def load(self) -> None:
-        """Gives readline the lines of the file, and leaves only the newest `MAX_LINES` there."""
+        """Leaves only the newest `MAX_LINES` in the file."""
         with suppress(ImportError):
             import readline
 
@@ -136,7 +135,6 @@ class InputHistory:
                 readline.add_history(text)
 
     def add(self, text: str) -> None:
-        """Keeps `text`, unless it is empty or the same as the one before."""
         if not text.strip() or text == self._last:
             return
         self._last = text

@@ -18,14 +18,11 @@ import typer
 from cadenza.cli.words import begins_with_model
 from cadenza.errors import ConfigError
 
-NAME = "config_file"
-"""Of the flag's parameter."""
+NAME = "config_file"  # of the flag's parameter
 
 MAX_BYTES = 1 << 20
-MODEL_WORD = "folder"
-"""The parameter of a command's only word, its model."""
-POSITIONAL = (MODEL_WORD, "models")
-"""Parameters that name models beside the flag."""
+MODEL_WORD = "folder"  # the parameter of a command's only word, its model
+POSITIONAL = (MODEL_WORD, "models")  # parameters that name models beside the flag
 
 _WORDS: Mapping[type, str] = {
     bool: "true or false",
@@ -37,22 +34,21 @@ _WORDS: Mapping[type, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigFile:
-    """What a file sets: values by the names of the command's parameters, and as they are written
-    there."""
+    """Values by the names of the command's parameters, and what these are called there."""
 
     path: Path
     values: Mapping[str, object]
     written: Mapping[str, str]
 
     def beside(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The parsed parameters, without the file's model where the command line names one."""
+        """Without the file's model where the command line names one."""
         words = given.get("words") or ()  # of `generate`: prompts, or a model and prompts
         is_named = any(given.get(name) for name in POSITIONAL) or begins_with_model(words)
         is_from_file = given.get("model") is not None and given["model"] == self.values.get("model")
         return {**given, "model": None} if is_named and is_from_file else dict(given)
 
     def explained(self, error: ConfigError) -> ConfigError:
-        """The error, with the file where it names a flag that the file sets."""
+        """With the file where the error names a flag that the file sets."""
         text = str(error)
         names = [
             written
@@ -63,8 +59,6 @@ class ConfigFile:
 
 
 def config_parameter(flags: Mapping[str, Parameter], variable: str) -> Parameter:
-    """The flag `--config` of a command with these flags."""
-
     def read(context: typer.Context, path: str | None) -> ConfigFile | None:
         if path is None:
             return None
@@ -90,9 +84,8 @@ def config_parameter(flags: Mapping[str, Parameter], variable: str) -> Parameter
 def read_config_file(
     path: Path, flags: Mapping[str, Parameter], known: Collection[str] = ()
 ) -> ConfigFile:
-    """Reads the flags of a file. `flags`: those of the command, as `Annotated` types with typer's
-    options; `known`: names of other commands' flags. Raises ConfigError where the file cannot be
-    read, a name is unknown, or a value has the wrong type."""
+    """`flags`: those of the command; `known`: names of other commands' flags. Raises
+    ConfigError."""
     mine = {alias: name for name, each in flags.items() for alias in _names(name, each)}
     values: dict[str, object] = {}
     written: dict[str, str] = {}
@@ -160,7 +153,7 @@ def _option(parameter: Parameter) -> Any:
 
 
 def _checked(where: str, value: object, parameter: Parameter) -> object:
-    """The value as typer takes it. Raises ConfigError where its type is another."""
+    """As typer takes it. Raises ConfigError where its type is another."""
     hint = get_args(parameter.annotation)[0]
     kinds = {hint, *get_args(hint)} - {NoneType}
     option = _option(parameter)
@@ -183,7 +176,7 @@ def _texts(where: str, value: object) -> list[object]:
 
 
 def _as_text(where: str, value: object) -> str:
-    """What the command line would have: lists with commas, tables as JSON."""
+    """As on the command line: lists with commas, tables as JSON."""
     match value:
         case bool():
             return "true" if value else "false"

@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 
 TURNS_OF_A_QUESTION = 2
+# Tokens that an answer should find in the context where --max-tokens does not say how many.
 ROOM_FOR_AN_ANSWER = 512
-"""Tokens that an answer should find in the context where --max-tokens does not say how many."""
 
+# In a small context an answer should find this part of it: one token in four.
 SMALL_CONTEXT_SHARE = 4
-"""In a small context an answer should find this part of it: one token in four."""
 
 
 class Asked(NamedTuple):
@@ -187,10 +187,10 @@ A message whose first word looks like a command: begin it with a blank."""
 
 _WORD = re.compile(r"/[\w?-]*(?=\s|$)")
 _SETTABLE = {field.name for field in fields(SamplingFlags)} | {"max_tokens"}
+# Names that other engines have for the same.
 ALIASES = {
     other: name for name in PARAMETERS if name in _SETTABLE for other in PARAMETERS[name].also
 }
-"""Names that other engines have for the same."""
 _SWITCHES = {"on": True, "true": True, "off": False, "false": False}
 
 

@@ -154,8 +154,7 @@ MIN_TEXT_LINES = 2
 BORDER = 2
 STATUS_LINES = 2
 MAX_ROW_MARKS = 32
-TAIL = 4000
-"""Characters at the end of an answer that are laid out for a frame."""
+TAIL = 4000  # characters at the end of an answer that are laid out for a frame
 
 _STYLES = {
     "waiting": "dim",

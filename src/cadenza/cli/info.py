@@ -34,11 +34,10 @@ MeasureFlag = Annotated[
     ),
 ]
 
+# Widths and heights of images whose tokens are shown.
 SHOWN_SIZES = ((224, 224), (640, 480), (1920, 1080), (2000, 2000), (5000, 5000))
-"""Widths and heights of images whose tokens are shown."""
 
-Facts = Mapping[str, Mapping[str, Any]]
-"""Sections of facts. A key's ending is its unit."""
+Facts = Mapping[str, Mapping[str, Any]]  # sections of facts. A key's ending is its unit.
 
 
 def info(

@@ -13,8 +13,7 @@ from types import FrameType
 from typing import Any, NoReturn, Self
 
 TERMINATED = 128 + signal.SIGTERM
-AGAIN_S = 0.01
-"""From a KeyboardInterrupt that was dropped to the next one."""
+AGAIN_S = 0.01  # from a KeyboardInterrupt that was dropped to the next one
 
 
 class Interrupts:

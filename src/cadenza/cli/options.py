@@ -29,6 +29,7 @@ Result = TypeVar("Result")
 Value = TypeVar("Value")
 
 ENVIRONMENT_PREFIX = "CADENZA_"
+# Variables that are read elsewhere than by a flag, and what each sets.
 VARIABLES_WITHOUT_FLAG: Mapping[str, str] = {
     f"{ENVIRONMENT_PREFIX}{name}": what
     for name, what in {
@@ -48,17 +49,16 @@ VARIABLES_WITHOUT_FLAG: Mapping[str, str] = {
         "TRACEBACK": "1 shows the Python traceback of an error.",
     }.items()
 }
-"""Variables that are read elsewhere than by a flag, and what each sets."""
 
+# What Kubernetes sets for a service called cadenza, after the prefix.
 KUBERNETES = re.compile(r"SERVICE_(HOST|PORT)(_.+)?|PORT(_\d+_.+)?")
-"""What Kubernetes sets for a service called cadenza, after the prefix."""
 
+# Of a misspelt variable to the one that was meant; others may belong to other programs.
 MIN_LIKENESS = 0.7
-"""Of a misspelt variable to the one that was meant; others may belong to other programs."""
 
 
 def parsed(read: Callable[[str], Value], what: str) -> Callable[[str], Value]:
-    """A flag's parser. A text that `read` cannot read is an error, which says that it is `what`."""
+    """A flag's parser, whose error says that the text is `what`."""
 
     def parse(text: str) -> Value:
         try:
@@ -88,7 +88,6 @@ class Chosen(Enum):
 
 
 def whole_or_chosen(text: str) -> int | Chosen:
-    """A whole number; `Chosen.AT_LOAD_TIME` for "auto"."""
     number = whole_or_auto(text)
     return Chosen.AT_LOAD_TIME if number is None else number
 
@@ -98,6 +97,7 @@ def _low_and_high(text: str) -> tuple[int, int]:
     return int(low), int(high or low)
 
 
+# The parsers of fields that hold several values, and how these are written; words have commas.
 _TUPLES: Mapping[object, tuple[Callable[[str], object], str]] = {
     tuple[int, ...]: (
         parsed(
@@ -121,7 +121,6 @@ _TUPLES: Mapping[object, tuple[Callable[[str], object], str]] = {
         "N|LOW:HIGH",
     ),
 }
-"""The parsers of fields that hold several values, and how these are written; words have commas."""
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -129,8 +128,8 @@ def _words(text: str) -> tuple[str, ...]:
 
 
 _MODEL_HELP = "A model's folder, GGUF file or hub id (default: the bundled model)."
+# A parameter of this type is given as a word or by --model (`with_flags`).
 ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help=_MODEL_HELP)]
-"""A parameter of this type is given as a word or by --model (`with_flags`)."""
 ModelFlag = Annotated[str | None, typer.Option("--model", metavar="MODEL", help=_MODEL_HELP)]
 ApiKeyFlag = Annotated[
     str | None,
@@ -156,13 +155,12 @@ SourceModelFlag = Annotated[
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 
-EngineFlags = EngineConfig
-"""Each field is a flag."""
+EngineFlags = EngineConfig  # each field is a flag
 
 
 def misspelt_variables(command: object, environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables that nothing reads, each with the known variable that its name resembles.
-    `command`: the parser of all commands, which knows the variable of each flag."""
+    """Variables that nothing reads, each with the known one that its name resembles. `command`: the
+    parser of all commands."""
     known = VARIABLES_WITHOUT_FLAG.keys() | variables_of(command)
     parts = [name.removeprefix(ENVIRONMENT_PREFIX) for name in known]
     found: dict[str, str] = {}
@@ -176,8 +174,7 @@ def misspelt_variables(command: object, environment: Mapping[str, str]) -> dict[
 
 
 def variables_of(command: Any) -> frozenset[str]:
-    """The environment variables of the flags of a command and of its subcommands, but of those that
-    are made when they are asked for."""
+    """Of a command and its subcommands, but of those that are made when they are asked for."""
     own = {each.envvar for each in command.params if isinstance(each.envvar, str)}
     made: dict[str, Any] = vars(cast(object, command)).get("commands") or {}
     return frozenset(own).union(*map(variables_of, made.values()))
@@ -185,9 +182,8 @@ def variables_of(command: Any) -> frozenset[str]:
 
 def with_flags(command: Callable[..., Result]) -> Callable[..., Result]:
     """`command` with each dataclass parameter replaced by one flag for each field, and a
-    `ModelArgument` by a word and --model. Where two groups have a flag in common (`--seed`), the
-    first one describes it and both get its value. Raises what the dataclass raises when its values
-    cannot work (`ConfigError`)."""
+    `ModelArgument` by a word and --model. Of a flag in two groups (`--seed`) the first one's
+    description counts, and both get its value. Raises ConfigError, as the dataclass does."""
     own = inspect.signature(command, eval_str=True).parameters
     groups = {
         name: group
@@ -228,7 +224,7 @@ def _model_flags(parameter: inspect.Parameter) -> list[inspect.Parameter]:
 
 
 def _group(annotation: object) -> tuple[type, Mapping[str, Any]] | None:
-    """The dataclass that stands for a group of flags, and their table; None for another type."""
+    """The dataclass, and a table of typer's options; None for another type."""
     is_annotated = get_origin(annotation) is Annotated
     kind, *extra = get_args(annotation) if is_annotated else (annotation,)
     if not isinstance(kind, type) or not is_dataclass(kind):
@@ -237,7 +233,7 @@ def _group(annotation: object) -> tuple[type, Mapping[str, Any]] | None:
 
 
 def flags_of(group: type, table: Mapping[str, Any]) -> list[inspect.Parameter]:
-    """The flags of a dataclass: the fields with a `Flag`, and those described for typer itself."""
+    """The fields with a `Flag`, and those described for typer itself."""
     hints = get_type_hints(group, include_extras=True)
     found: list[inspect.Parameter] = []
     for field in fields(group):
@@ -257,8 +253,8 @@ def flags_of(group: type, table: Mapping[str, Any]) -> list[inspect.Parameter]:
 
 
 def build(group: type, given: Mapping[str, Any]) -> Any:
-    """The group's value from the parsed flags, of which those that were not given are None. Raises
-    ConfigError where a flag with choices has none of them."""
+    """From the parsed flags, of which those that were not given are None. Raises ConfigError where
+    a flag with choices has none of them."""
     names = [field.name for field in fields(group) if field.name in given]
     values = {name: _resolved(given[name]) for name in names if given[name] not in (None, [])}
     if group is EngineConfig:
@@ -279,7 +275,7 @@ def _resolved(value: Any) -> Any:
 
 
 def _annotation(field: "dataclasses.Field[Any]", hint: Any, described: Flag) -> Any:
-    """The type and the option by which typer parses a flag; every flag is optional."""
+    """Every flag is optional."""
     kinds = {hint, *get_args(hint)} - {NoneType}
     kind = next((each for each in (bool, int, float) if each in kinds), str)
     name = "--" + field.name.replace("_", "-")
@@ -308,7 +304,6 @@ def _annotation(field: "dataclasses.Field[Any]", hint: Any, described: Flag) -> 
 
 
 def _number_settings(field: "dataclasses.Field[Any]", kind: type) -> Mapping[str, Any]:
-    """How an engine option that is a number, or milliseconds, is parsed and shown."""
     if field.name == "backend":
         return {"metavar": "|".join(("auto", *BACKENDS))}
     if field.type == MaxItlMs:

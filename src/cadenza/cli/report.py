@@ -25,8 +25,7 @@ Text = Iterable["str | Table"]
 
 NOTHING = "–"
 MAX_TABLE_WIDTH = 1000
-LEAST_WIDTH = 8
-"""Of a column whose values are not known when its heading is written."""
+LEAST_WIDTH = 8  # of a column whose values are not known when its heading is written
 
 _CONTROLS = dict.fromkeys((*range(32), *range(127, 160)), "\N{REPLACEMENT CHARACTER}")
 _KEPT = {ord("\n"): "\n", ord("\t"): "    "}
@@ -36,10 +35,9 @@ _UNIT = 1024
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One value: `key` in the JSON object and `heading` in the table (None: left out); `read`: a
-    path of attributes (`key` by default) or a function; `show`: the text of a value that is not
-    None, by default from the key; `absent`: the text of None; `footer`: the text below the table's
-    column."""
+    """`key`: in the JSON object, `heading`: in the table (None: left out of it); `read`: a path of
+    attributes (`key` by default) or a function; `show`: the text of a value, by default from the
+    key; `absent`: of None; `footer`: below the table's column."""
 
     key: str | None
     heading: str | None = None
@@ -72,17 +70,16 @@ def as_object(columns: Columns, result: object) -> dict[str, Any]:
 
 
 def json_line(found: object) -> str:
-    """One line of JSON, in which dataclasses are objects."""
+    """Dataclasses are objects."""
     return json.dumps(found, allow_nan=False, default=asdict)
 
 
 def picked(result: object, *names: str) -> dict[str, Any]:
-    """Some attributes of a result, by their names."""
     return as_object(keys(*names), result)
 
 
 def show_result(facts: object, text: "Iterable[str | Table]", *, as_json: bool) -> None:
-    """Prints the JSON object, or the lines and tables of the text, which is made only then."""
+    """The text is made only where it is printed."""
     if as_json:
         print(json_line(facts))
         return
@@ -94,7 +91,7 @@ def show_result(facts: object, text: "Iterable[str | Table]", *, as_json: bool) 
 
 
 def as_table(columns: Columns, results: Iterable[object]) -> "Table":
-    """A row for each result. The first column is aligned left, the others right."""
+    """The first column is aligned left, the others right."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
@@ -110,7 +107,7 @@ def as_table(columns: Columns, results: Iterable[object]) -> "Table":
 
 
 class RowLines:
-    """The lines of a table whose rows become known one by one: its columns have fixed widths."""
+    """Of a table whose rows become known one by one: its columns have fixed widths."""
 
     def __init__(self, columns: Columns) -> None:
         self._columns = [each for each in columns if each.heading is not None]
@@ -130,7 +127,7 @@ class RowLines:
 
 
 def print_table(table: "Table") -> None:
-    """Prints a table in its full width, also where the terminal is narrower, or there is none."""
+    """In its full width, also where the terminal is narrower, or there is none."""
     from rich.console import Console
 
     needed = Console(width=MAX_TABLE_WIDTH).measure(table).maximum
@@ -138,14 +135,14 @@ def print_table(table: "Table") -> None:
 
 
 def section_text(title: str, facts: Mapping[str, Any], width: int = 0) -> str:
-    """The facts of a JSON object in lines below a title; keys take at least `width` characters."""
+    """Keys take at least `width` characters."""
     width = max([width, *map(len, facts)])
     lines = (f"  {key:<{width}}  {value_text(key, value)}" for key, value in facts.items())
     return "\n".join([title, *lines])
 
 
 def value_text(key: str, value: Any) -> str:
-    """A value in the form of its unit, which is the key's ending."""
+    """In the form of its unit, which is the key's ending."""
     match value:
         case None:
             return NOTHING
@@ -185,12 +182,10 @@ def harmless(text: str) -> str:
 
 
 def on_one_line(text: str) -> str:
-    """`text` with its line ends and runs of blanks as single blanks."""
     return harmless(" ".join(text.split()))
 
 
 def clipped(text: str, width: int) -> str:
-    """The start of `text` in at most `width` characters."""
     return text if len(text) <= width else text[: max(0, width - 1)] + "…"
 
 
@@ -229,13 +224,12 @@ def counted(count: int, noun: str) -> str:
 
 
 def latency_text(spread: "Spread") -> str:
-    """The p50 and the p99, in milliseconds."""
+    """p50 and p99, in milliseconds."""
     both = (1000 * spread.p50_s, 1000 * spread.p99_s)
     return " ".join(f"{ms:.0f}" if ms >= 100 else f"{ms:.1f}" for ms in both)
 
 
-Machine = Mapping[str, object]
-"""Of `bench.machine.describe_machine`."""
+Machine = Mapping[str, object]  # of `bench.machine.describe_machine`
 
 ChartKind = Literal["line", "bar", "timeline"]
 ChartPoint = Sequence[float | str]
@@ -260,7 +254,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """One picture. `name` is its file's, and different from that of the other charts."""
+    """`name` is its file's, and differs from that of the other charts."""
 
     name: str
     title: str
@@ -272,7 +266,7 @@ class Chart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """Rows of one kind, with their columns."""
+    """With their columns."""
 
     columns: Columns
     rows: Sequence[object]
@@ -292,9 +286,8 @@ def _no_charts() -> Sequence[Chart]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What a benchmark found. `facts`: the members of the JSON object beside those of `rows`;
-    `text`: what people read, made when it is printed; `title`: of the page of `charts`, made when
-    they are drawn."""
+    """`facts`: members of the JSON object beside those of `rows`; `text`: what people read;
+    `title`: of the page of `charts`. Text and charts are made when they are shown."""
 
     facts: Mapping[str, object]
     rows: Mapping[str, Rows] = field(default_factory=dict[str, Rows])
@@ -308,8 +301,7 @@ class Result:
         return {**self.facts, **{name: each.objects for name, each in self.rows.items()}}
 
     def show(self, *, as_json: bool, plot: Path | None = None) -> int:
-        """Prints it, draws it into the folder if one is given, and returns the exit code. Raises
-        OSError where the folder cannot be written to."""
+        """Returns the exit code. Raises OSError where the folder `plot` cannot be written to."""
         show_result(self.object, self.text, as_json=as_json)
         if plot is not None:
             from cadenza_bench.plots import write_plots
@@ -320,7 +312,7 @@ class Result:
 
 
 def check_plot(folder: Path | None) -> None:
-    """Raises ConfigError, before a long measurement, where charts cannot be drawn."""
+    """Raises ConfigError, before a long measurement."""
     if folder is not None:
         from cadenza_bench.plots import require_plot_library
 

@@ -15,8 +15,8 @@ from cadenza.option import flag
 from cadenza.request import DEFAULTS, PARAMETERS
 from cadenza.structured import StructuredOutput
 
+# The flags that ask for a form of the answer, and their members of `StructuredOutput`.
 FORMS = {"json_schema": "json", "regex": "regex", "choice": "choice", "grammar": "grammar"}
-"""The flags that ask for a form of the answer, and their members of `StructuredOutput`."""
 
 
 def _biases(text: str) -> dict[int, float]:
@@ -69,11 +69,11 @@ def _number(value: object) -> float:
     return value
 
 
+# Parameters whose flags are a command's own, or below.
 _OF_COMMANDS = (
     *("max_tokens", "n", "logprobs", "prompt_logprobs", "truncate_prompt_tokens"),
     *("structured", "spec_prefill"),
 )
-"""Parameters whose flags are a command's own, or below."""
 
 _SEED_HELP = (
     "Seed of every request, whose answer then does not depend on its place among the prompts "
@@ -86,7 +86,7 @@ _PARSED: Mapping[str, Mapping[str, Any]] = {
 
 
 def _flag_of(name: str, declared: SamplingParameter) -> tuple[str, Any, Any]:
-    """The name, type and flag of a parameter; None is as the checkpoint recommends."""
+    """Name, type and flag; None is as the checkpoint recommends."""
     help, within, settings = declared.help, declared.within, _PARSED.get(name, {})
     if declared.recommended is not None or DEFAULTS[name] is True:
         default = "on" if declared.recommended is None else "the model's"
@@ -127,7 +127,7 @@ class SamplingFlags(_Declared):
     )
 
     def changes(self) -> dict[str, Any]:
-        """What was given, as keywords of `SamplingParams`."""
+        """As keywords of `SamplingParams`."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         given = {name: value for name, value in values.items() if value is not None}
         if given.pop("whole_prompt"):

@@ -71,7 +71,7 @@ def serve(
 @contextmanager
 def _one_exit_code() -> Generator[None]:
     """Whatever keeps the server from coming up is wrong use: flags, a model, a device or memory. An
-    engine that was given up is none of these: it may come up when it is tried again."""
+    engine that was given up is not: it may come up when it is tried again."""
     try:
         yield
     except (ConfigError, EngineUnavailableError):
@@ -143,7 +143,7 @@ def _serve_with(
 
 
 def _span_export(endpoint: str | None) -> "SpanExport | None":
-    """Raises ConfigError where spans are asked for and cannot be sent."""
+    """Raises ConfigError."""
     if endpoint is None:
         return None
     try:
@@ -200,8 +200,8 @@ def _take_over(
 
 
 async def _run(service: "Service", opening: Opening) -> None:
-    """Serves until the server is shut down. Raises the error when the model cannot be loaded, or
-    when the address cannot be had then."""
+    """Until the server is shut down. Raises the error of a load, or of an address that cannot be
+    had."""
     from cadenza.engine.process.heap import freeze_heap
     from cadenza.server.lifecycle.run import run_server, shut_down_on_signals
 

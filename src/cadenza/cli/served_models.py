@@ -17,11 +17,9 @@ from cadenza.errors import ConfigError, show
 
 logger = logging.getLogger(__name__)
 
-MAX_NAME_CHARS = 256
-"""Of a model's name, as in requests."""
+MAX_NAME_CHARS = 256  # of a model's name, as in requests
 
-ANY_NAME = "*"
-"""Among the names: every name that no model has."""
+ANY_NAME = "*"  # among the names: every name that no model has
 
 if TYPE_CHECKING:
     from cadenza.checkpoint.folder import Checkpoint
@@ -41,8 +39,7 @@ def make_service(
     options: "ServerOptions",
     places: "Sequence[ReplicaPlace]",
 ) -> "Service":
-    """The models and what serves them; each has an engine at each of the places. Raises
-    CheckpointError, ConfigError."""
+    """Each model has an engine at each of the places. Raises CheckpointError, ConfigError."""
     from cadenza.engine.process.process_link import ProcessOptions
     from cadenza.engine.timeouts import RequestTimeouts
     from cadenza.frontend.answers import AnswerParsers
@@ -82,9 +79,9 @@ def make_service(
 
 
 def names_of(words: Sequence[str | None], asked: Sequence[str] | None) -> "list[ModelNames]":
-    """The names of each model. A folder is named by its last part, so that answers do not disclose
-    its path; the path, as given, is an alias. With "*" the first model takes names that none has.
-    Raises ConfigError where the number of names does not fit, or no request could have a name."""
+    """A folder is named by its last part, so that answers do not disclose its path, which is an
+    alias. With "*" the first model takes names that none has. Raises ConfigError where the number
+    of names does not fit, or no request could have a name."""
     from cadenza.server.served_model import ModelNames
 
     asked, takes_any = [each for each in asked or () if each != ANY_NAME], ANY_NAME in (asked or ())
@@ -121,8 +118,8 @@ def _names_of(word: str | None) -> "ModelNames":
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedModel:
-    """A model whose checkpoint has been opened. `config` has its engine read the same commit at
-    each start, even if a branch moves, and the same template, even if its file changes."""
+    """`config` has its engine read the same commit at each start, even if a branch moves, and the
+    same template, even if its file changes."""
 
     word: str | None
     checkpoint: "Checkpoint"
@@ -132,7 +129,7 @@ class OpenedModel:
     def served(
         self, names: "ModelNames", process: "ProcessOptions", places: "Sequence[ReplicaPlace]"
     ) -> "ServedModel":
-        """With an engine process at each of the places; several serve as one."""
+        """Several engines serve as one."""
         from cadenza.cluster.engine_group import EngineGroup
         from cadenza.cluster.group_stats import replica_limits
         from cadenza.engine.batch_engine import ServedEngine
@@ -172,9 +169,8 @@ class OpenedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaPlace:
-    """Where an engine computes: how its process is opened, on which device; `is_local`: on this
-    machine, whose memory it takes; `front`: the number of this front end among those that share the
-    engine."""
+    """Where an engine computes. `is_local`: on this machine, whose memory it takes; `front`: the
+    number of this front end among those that share the engine."""
 
     open_child: "Callable[[Sequence[str]], EngineChild]"
     device: str
@@ -197,8 +193,7 @@ def local_places(
 def replica_places(
     device: str, num_replicas: int, open_child: "Callable[[Sequence[str]], EngineChild]"
 ) -> list[ReplicaPlace]:
-    """On this machine: a card for each where the device is `cuda`; the CPUs are split among
-    several."""
+    """A card for each where the device is `cuda`; the CPUs are split among several."""
     if num_replicas == 1:
         return [ReplicaPlace(open_child=open_child, device=device)]
     from cadenza.cluster.cores import own_cpus, place_on, split_cpus
@@ -218,7 +213,6 @@ def replica_places(
 
 
 def most_waiting(config: EngineConfig) -> int:
-    """Calls that may wait for a model."""
     from cadenza.loading.footprint import LEAST_QUEUED_REQS
 
     return config.max_num_queued_reqs or LEAST_QUEUED_REQS
@@ -227,7 +221,7 @@ def most_waiting(config: EngineConfig) -> int:
 def open_models(
     words: Sequence[str | None], config: EngineConfig, parsers: "AnswerParsers"
 ) -> list[OpenedModel]:
-    """Opens each model's checkpoint and its text front end. Raises CheckpointError, ConfigError."""
+    """Raises CheckpointError, ConfigError."""
     from cadenza.frontend.loaded_model import open_text
     from cadenza.frontend.text_frontend import TextWorkers
     from cadenza.loading.build import find_configured, release_tokenizer
@@ -262,9 +256,9 @@ def shared_out(
     num_models: int,
     places: Sequence[ReplicaPlace],
 ) -> "list[ProcessOptions]":
-    """The options of each model's processes, with their share of the memory where several engines
-    run side by side, of `num_models` at the same time. Replicas on cards or machines of their own
-    share nothing. Raises ConfigError where their weights do not fit together."""
+    """With each model's share of the memory, where several engines run side by side, of
+    `num_models` at the same time; replicas on cards or machines of their own share nothing. Raises
+    ConfigError where their weights do not fit together."""
     from cadenza.loading.memory import available_memory_bytes
     from cadenza.loading.plan import memory_shares, weight_bytes_of
 

@@ -29,7 +29,7 @@ def _to_stderr(line: str) -> None:
 
 
 class PlainStatus:
-    """Writes a line to stderr every `every_s` seconds, if something else is being done by then."""
+    """A line on stderr every `every_s` seconds, if something else is being done by then."""
 
     def __init__(
         self,
@@ -71,7 +71,6 @@ class PlainStatus:
 
 @contextmanager
 def status_line(first: str) -> Generator[Status]:
-    """Shows what is being done until the block is left."""
     from rich.console import Console
 
     console = Console(stderr=True)
@@ -98,8 +97,8 @@ class _LiveStatus:
 
 @contextmanager
 def progress_bar(title: str) -> Generator[Callable[[int, int], None]]:
-    """Shows how much of a work is done: a bar on a terminal, elsewhere a line now and then. The bar
-    moves without an end until the first call with what is done and the whole."""
+    """A bar on a terminal, elsewhere a line now and then; without an end until the first call with
+    what is done and the whole."""
     from rich.console import Console
 
     console = Console(stderr=True)

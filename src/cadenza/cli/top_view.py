@@ -30,6 +30,7 @@ ENGINE_WORDS: Mapping[str, str] = {
     "loading": "the model is being loaded",
 }
 
+# Of why a row waits; another reason is its own word.
 WAIT_WORDS: Mapping[str, str] = {
     "turn": "its turn",
     "row": "a row",
@@ -42,12 +43,9 @@ WAIT_WORDS: Mapping[str, str] = {
     "scores": "its prompt's scores",
     "retry": "a failed step's requests",
 }
-"""Of why a row waits; another reason is its own word."""
 
-NUM_RATES = 600
-"""Events whose rates are kept: a minute's."""
-_WIDE = 72
-"""Columns from which on a row has all its numbers."""
+NUM_RATES = 600  # events whose rates are kept: a minute's
+_WIDE = 72  # columns from which on a row has all its numbers
 _MOST_BAR = 40
 _FRAME_LINES = 6
 _STYLES = {"prompt": "yellow", "decode": "cyan", "waiting": "dim"}
@@ -56,7 +54,7 @@ _LEVELS = "▁▂▃▄▅▆▇█"
 
 @dataclass(slots=True, eq=False)
 class TopState:
-    """What the events have said so far; `trouble` is what is wrong with the connection."""
+    """`trouble` is what is wrong with the connection."""
 
     url: str
     hello: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -96,7 +94,7 @@ class TopState:
 
 
 def engine_words(state: str) -> str:
-    """What the state of an `engine` event means; one that is not known is itself."""
+    """One that is not known is itself."""
     return ENGINE_WORDS.get(state, f"the engine is {state}")
 
 
@@ -182,7 +180,7 @@ def _shares(counts: Sequence[int], num_cells: int) -> list[int]:
 
 
 def _rates(state: TopState, width: int) -> Text:
-    """Tokens a second of the last events, the newest at the right."""
+    """The newest at the right."""
     rates = [*state.rates][-max(1, width - len("tok/s ")) :]
     most = max(rates, default=0.0)
     if not most:
@@ -192,8 +190,8 @@ def _rates(state: TopState, width: int) -> Text:
 
 
 def _row(row: Mapping[str, Any], longest: int, width: int) -> Text:
-    """A prompt's bar is its computed part, with what the cache had; another one's is its length,
-    beside the longest row's."""
+    """A prompt's bar is its computed part, with what the cache had; another's its length beside the
+    longest row's."""
     kind = str(row["kind"])
     computed, total, cached = (int(row[name]) for name in ("computed", "total", "cached"))
     numbers = f" {computed:,}/{total:,}"
@@ -219,16 +217,14 @@ def _pause_word(state: TopState) -> str:
 
 
 PATH = "/debug/batch/stream"
-SILENCE_S = 60.0
-"""A server sends a comment at least each `--sse-keep-alive-interval` seconds."""
+SILENCE_S = 60.0  # a server sends a comment at least each `--sse-keep-alive-interval` seconds
 RETRY_S = 1.0
 POLL_S = 0.05
 LINE_EVERY_MS = 1000
 MAX_UNREAD = 64
 
 TopEvent = tuple[str, dict[str, Any]]
-TROUBLE = "trouble"
-"""The name of an event of this module: the connection is gone, and why."""
+TROUBLE = "trouble"  # the name of an event of this module: the connection is gone, and why
 
 
 class TopError(CadenzaError):
@@ -242,7 +238,7 @@ def client_of(link: ServerLink, model: str | None) -> httpx.Client:
 
 
 def read_events(link: ServerLink, client: httpx.Client) -> Generator[TopEvent]:
-    """The events of one connection, until the server ends it. Raises TopError."""
+    """Until the server ends the connection. Raises TopError."""
     try:
         with client.stream("GET", PATH) as response:
             if response.status_code != httpx.codes.OK:
@@ -254,7 +250,6 @@ def read_events(link: ServerLink, client: httpx.Client) -> Generator[TopEvent]:
 
 
 def parse_events(lines: Iterable[str]) -> Iterator[TopEvent]:
-    """The names and data of server-sent events."""
     name = ""
     for each in lines:
         if each.startswith("event: "):
@@ -264,7 +259,7 @@ def parse_events(lines: Iterable[str]) -> Iterator[TopEvent]:
 
 
 def print_lines(state: TopState, events: Iterable[TopEvent], output: TextIO) -> None:
-    """A line each `LINE_EVERY_MS` in which something was computed; returns when the events end."""
+    """Returns when the events end."""
     due_ms = 0.0
     for name, data in events:
         state.take(name, data)
@@ -278,8 +273,8 @@ def print_lines(state: TopState, events: Iterable[TopEvent], output: TextIO) -> 
 def show_screens(
     state: TopState, connect: Callable[[], Iterator[TopEvent]], keyboard: TextIO
 ) -> None:
-    """Screens until q is pressed; a connection that is lost is made anew. Raises TopError where the
-    first one cannot be made."""
+    """Until q is pressed; a lost connection is made anew. Raises TopError where the first one
+    cannot be made."""
     from rich.console import Console
     from rich.live import Live
 
@@ -306,7 +301,7 @@ def show_screens(
 
 
 def advance(state: TopState, unread: "queue.Queue[TopEvent]", keys: str) -> bool:
-    """Takes the keys and what has come; waits a little where there is nothing. Whether it ends."""
+    """Takes the keys and what has come; whether it ends."""
     for key in keys:
         if key in ("q", "\x03", "\x04"):
             return True
@@ -328,7 +323,6 @@ def follow(
     unread: "queue.Queue[TopEvent]",
     is_over: threading.Event,
 ) -> None:
-    """Passes events on, and connects again where they end, until it is over."""
     while not is_over.is_set():
         why = "the server has ended the stream"
         try:
@@ -356,7 +350,6 @@ def put(unread: "queue.Queue[TopEvent]", event: TopEvent) -> None:
 
 @contextmanager
 def one_key_at_a_time(keyboard: TextIO) -> Generator[None]:
-    """Keys can be read as they are pressed, and are not shown."""
     try:
         import termios
         import tty

@@ -130,8 +130,7 @@ def verify_command(
 
 
 def _refuse_idle_flags(context: typer.Context, flags: VerifyFlags) -> None:
-    """Refuses what was written on the command line and would have no effect. An environment
-    variable applies to all commands, so one that this command does not read is fine."""
+    """Those of the command line alone: an environment variable applies to all commands."""
     engine = {field.name for field in fields(EngineConfig)} - {"seed"}
     stored = {"prefix_cache_disk", "prefix_cache_disk_bytes"}
     idle = {"api_key", "cacert", *stored} if flags.url is None else {*engine, "reference"}

@@ -21,9 +21,8 @@ _NAME_LIKE = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?|[\w.-]+:[\w.-]+")
 def model_and_prompts(
     words: Sequence[str], model: str | None, *, has_more: bool = False
 ) -> tuple[str | None, tuple[str, ...]]:
-    """Tells the model (None: the bundled one) from the prompts among `words`; `has_more`: prompts
-    come from elsewhere, too. Raises ConfigError where the first word is written like a path or a
-    GGUF file, and is not there."""
+    """`has_more`: prompts come from elsewhere, too. Raises ConfigError where the first word is
+    written like a path or a GGUF file, and is not there."""
     if model is not None or not words:
         return model, tuple(words)
     first, *rest = words
@@ -38,7 +37,6 @@ def model_and_prompts(
 
 
 def begins_with_model(words: Sequence[str], *, has_more: bool = False) -> bool:
-    """Whether the first of prompts, which `words` are otherwise, is a model."""
     if not words:
         return False
     is_followed = len(words) > 1 or has_more
@@ -46,16 +44,14 @@ def begins_with_model(words: Sequence[str], *, has_more: bool = False) -> bool:
 
 
 def only_model(word: str | None, model: str | None) -> str | None:
-    """The model of a command that takes no other word. Raises ConfigError when it is named
-    twice."""
+    """Raises ConfigError when the model is named twice."""
     if word is not None and model is not None:
         raise ConfigError(f"the model is named twice, as {word!r} and by --model; leave one out")
     return model if word is None else word
 
 
 def several_models(words: Sequence[str] | None, model: str | None) -> tuple[str | None, ...]:
-    """The models of a command that takes several; None is the bundled model. Raises ConfigError
-    where models are named in both ways."""
+    """None is the bundled model. Raises ConfigError where models are named in both ways."""
     if words and model is not None:
         raise ConfigError(
             f"the model is named twice, as {words[0]!r} and by --model; leave one out (several "
@@ -65,8 +61,8 @@ def several_models(words: Sequence[str] | None, model: str | None) -> tuple[str 
 
 
 def first_model(words: Sequence[str], model: str | None) -> tuple[str, tuple[str, ...]]:
-    """The model of a command that needs one, and the words after it. Raises ConfigError when no
-    word is left for the model, or it has blanks and is no path."""
+    """And the words after it. Raises ConfigError when no word is left for the model, or it has
+    blanks and is no path."""
     if model is not None:
         return model, tuple(words)
     if not words:
@@ -81,7 +77,7 @@ def first_model(words: Sequence[str], model: str | None) -> tuple[str, tuple[str
 
 
 def model_and_out(words: Sequence[str], model: str | None) -> tuple[str, Path]:
-    """The model of a command that makes a folder of it, and the folder. Raises ConfigError."""
+    """Raises ConfigError."""
     name, rest = first_model(words, model)
     if len(rest) != 1:
         given = f"{len(words)} words" if len(words) != 1 else "one word"
@@ -111,7 +107,6 @@ def _begins_as_gguf(path: Path) -> bool:
 
 
 def has_model_form(word: str) -> bool:
-    """Whether it is written as the hub's and Ollama's names are."""
     return _NAME_LIKE.fullmatch(word) is not None
 
 
@@ -124,9 +119,8 @@ _JSON_KEYS = ("prompt", "prompt_token_ids")
 
 
 def read_prompts_file(name: str, format: PromptsFormat | None) -> list[Prompt]:
-    """The prompts of a file, or of stdin as `-`: one a line, without blank lines. `format` None
-    decides by the ending of the name (.jsonl, .ndjson). Raises ConfigError where the file cannot be
-    read, or has no prompt, InvalidRequestError where a line is not a prompt."""
+    """One a line, without blank lines; `-` is stdin. `format` None: by the ending of the name
+    (.jsonl, .ndjson). Raises ConfigError, InvalidRequestError."""
     by_name = "jsonl" if name.endswith((".jsonl", ".ndjson")) else "text"
     try:
         if name == "-":
@@ -146,8 +140,8 @@ def read_prompts_file(name: str, format: PromptsFormat | None) -> list[Prompt]:
 
 
 def read_piped_prompt(file: TextIO) -> str | None:
-    """All of stdin as one prompt, without the line end that `echo` adds; None when it is blank.
-    Raises ConfigError where it is not UTF-8."""
+    """Without the line end that `echo` adds; None when it is blank. Raises ConfigError: no
+    UTF-8."""
     try:
         text = file.read().rstrip("\r\n")
         text.encode()  # in the C locale Python reads bytes that are not UTF-8 as lone surrogates
@@ -157,14 +151,14 @@ def read_piped_prompt(file: TextIO) -> str | None:
 
 
 def yes_or_no(answer: str, *, default: bool) -> bool | None:
-    """What was answered; None where it is neither, so that the question is asked again."""
+    """None where it is neither, so that the question is asked again."""
     word = answer.strip().lower()
     return _ANSWERS.get(word) if word else default
 
 
 def parse_json_prompt(line: str, where: str) -> Prompt:
-    """A prompt from JSON: a string, a list of token ids, or an object with one of the two. Raises
-    InvalidRequestError where it is something else; the message names `where`."""
+    """From a string, a list of token ids, or an object with one of the two. Raises
+    InvalidRequestError, which names `where`."""
     try:
         value: object = json.loads(line)
     except (ValueError, RecursionError) as error:

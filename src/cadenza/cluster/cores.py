@@ -37,7 +37,7 @@ def place_on(pid: int, cpus: Sequence[int]) -> None:
 
 
 def _listed(path: Path) -> list[int]:
-    """A file such as `0-3,8`."""
+    """Of a file such as `0-3,8`."""
     found: list[int] = []
     for part in path.read_text().strip().split(","):
         first, _, last = part.partition("-")

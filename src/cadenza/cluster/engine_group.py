@@ -47,8 +47,8 @@ from cadenza.tenant import Tenant
 
 logger = logging.getLogger(__name__)
 
+# Makes the engine at a place, with the sizes of the first one, and the ids of its requests.
 MakeReplica = Callable[[int, EngineLimits | None, Iterator[int]], EngineFront]
-"""Makes the engine at a place, with the sizes of the first one, and the ids of its requests."""
 
 
 @dataclass(slots=True, eq=False)
@@ -160,11 +160,11 @@ class EngineGroup:
         self._changed.set()
 
     def wait_ready(self, timeout_s: float) -> None:
-        """As `EngineFront.wait_ready`, for the first engine, with which the group is ready."""
+        """With the first engine the group is ready."""
         self.replicas[0].front.wait_ready(timeout_s)
 
     def call_at_death(self, on_death: Callable[[CadenzaError], object]) -> None:
-        """Has `on_death` called when the last engine is given up. To be called before `serve`."""
+        """When the last engine is given up. To be called before `serve`."""
         self._on_death = on_death
 
     def status(self) -> EngineStatus:
@@ -280,7 +280,6 @@ class EngineGroup:
             self._changed.set()
 
     def _take_change(self, replica: Replica, change: EngineChange) -> None:
-        """On the replica's serving thread."""
         if change == "ready":
             with self._lock:
                 self.router.forget(replica.place)
@@ -350,7 +349,7 @@ class EngineGroup:
         return True
 
     def _watch(self, replica: Replica) -> None:
-        """Has the replica tell what it does, or no more; the lock is held."""
+        """The lock is held."""
         live, on_news = self._live, self._on_news
         if live is None or on_news is None:
             replica.front.watch(None)

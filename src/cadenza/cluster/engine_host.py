@@ -25,9 +25,9 @@ MOST_CONNECTIONS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostOptions:
-    """`command`: the process's program; `execute` starts it; `on_start`: called with the id of each
-    process, such as to give it CPUs; `keep_s`: how long a process outlives its last front end,
-    where that was lost; `watchdog`: when it counts as hung; it is then killed."""
+    """`on_start`: called with the id of each process, such as to give it CPUs; `keep_s`: how long a
+    process outlives its last front end, where that was lost; `watchdog`: when it is killed as
+    hung."""
 
     command: Sequence[str] = COMMAND
     execute: Execute = execute
@@ -38,7 +38,7 @@ class HostOptions:
 
 class EngineHost:
     """Listens at `address`; port 0 takes a free one. Raises ConfigError if `secret` is too short,
-    OSError if it cannot listen there."""
+    OSError."""
 
     def __init__(
         self, address: tuple[str, int], secret: bytes, options: HostOptions | None = None

@@ -18,8 +18,8 @@ NOT_ADDED = frozenset(each.name for each in ENGINE_FIGURES if not each.is_added)
 
 BEST_FIRST: tuple[EngineState, ...] = ("ready", "draining", "restarting", "loading", "dead")
 
+# Bounds of which a group has as many times more.
 SCALED = ("max_num_seqs", "max_num_queued_reqs", "max_num_queued_tokens", "max_num_batched_tokens")
-"""Bounds of which a group has as many times more."""
 
 
 def group_limits(limits: EngineLimits, num_replicas: int) -> EngineLimits:

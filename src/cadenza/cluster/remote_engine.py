@@ -21,8 +21,7 @@ MAGIC = b"cadenza-engine-2"
 NONCE_BYTES = 32
 MAC_BYTES = 32
 MIN_SECRET_BYTES = 16
-GREETING_S = 10.0
-"""The longest that the other end may take for it."""
+GREETING_S = 10.0  # the longest that the other end may take for it
 
 _PID = struct.Struct("<I")
 _FRONT = struct.Struct("<I")
@@ -33,8 +32,7 @@ class HandshakeError(OSError):
 
 
 def greet_host(connection: socket.socket, secret: bytes, front: int = 0) -> int:
-    """The side of the front end with the number `front`; returns the id of the engine process that
-    the host runs."""
+    """The front end's side; returns the id of the engine process that the host runs."""
     connection.settimeout(GREETING_S)
     own = secrets.token_bytes(NONCE_BYTES)
     connection.sendall(MAGIC + own)
@@ -47,8 +45,7 @@ def greet_host(connection: socket.socket, secret: bytes, front: int = 0) -> int:
 
 
 def greet_client(connection: socket.socket, secret: bytes) -> int:
-    """The host's side; returns the front end's number. `tell_pid` follows once the engine process
-    runs."""
+    """The host's side; returns the front end's number. `tell_pid` follows once the process runs."""
     connection.settimeout(GREETING_S)
     if _read(connection, len(MAGIC)) != MAGIC:
         raise HandshakeError("it does not speak this protocol, or another version of it")
@@ -85,15 +82,15 @@ def _read(connection: socket.socket, count: int) -> bytes:
     return bytes(found)
 
 
+# TCP asks an idle machine that often, and gives it up after so many silences.
 KEEP_ALIVE_S, MOST_UNANSWERED = 2, 3
-"""TCP asks an idle machine that often, and gives it up after so many silences."""
 
 _POLL_S = 0.01
 
 
 class RemoteChild:
-    """The engine process at `address`, for the front end with the number `front`; `close` leaves no
-    descriptor. Raises EngineUnreachableError where there is none."""
+    """`close` leaves no descriptor. Raises EngineUnreachableError where no engine is at
+    `address`."""
 
     def __init__(self, address: tuple[str, int], secret: bytes, front: int = 0) -> None:
         try:
@@ -165,10 +162,10 @@ Address = tuple[str, int]
 
 
 class HostBook:
-    """Which engine host each replica of a front end (`front`) uses: at each start one that no other
-    uses, the last one first. `find_hosts` returns the addresses that are there, the oldest first,
-    so that all front ends take them in the same order; it may raise OSError. Thread-safe.
-    Invariant: a host has one replica at most."""
+    """Which engine host each replica of a front end uses: at each start one that no other uses, the
+    last one first. `find_hosts` returns addresses, the oldest first, so that all front ends take
+    them in the same order; it may raise OSError. Thread-safe. Invariant: a host has one replica at
+    most."""
 
     def __init__(
         self, find_hosts: Callable[[], Sequence[Address]], secret: bytes, front: int = 0
@@ -180,7 +177,7 @@ class HostBook:
         self._taken: dict[int, Address] = {}
 
     def opener(self, place: int) -> Callable[[Sequence[str]], RemoteChild]:
-        """Opens the engines of a place. It raises EngineUnreachableError where no host is free."""
+        """Raises EngineUnreachableError where no host is free."""
 
         def open_child(_: Sequence[str]) -> RemoteChild:
             return RemoteChild(self._take(place), self._secret, self._front)

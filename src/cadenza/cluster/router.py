@@ -17,22 +17,21 @@ from cadenza.engine.route_report import HeldChange, RouteReport, Seen
 from cadenza.kv.page_keys import MAX_KEYS, Content, PageKeys, short_keys, split_keys
 from cadenza.request import Request
 
+# What an open request counts for, in prompt tokens: it takes part in each further step.
 TOKENS_OF_OPEN = 16
-"""What an open request counts for, in prompt tokens: it takes part in each further step."""
 
+# A replica whose work is above twice the others' mean by more than this gets nothing for what it
+# holds: another one then computes the prefix, too, and both have it.
 SLACK_TOKENS = 512
-"""A replica whose work is above twice the others' mean by more than this gets nothing for what it
-holds: another one then computes the prefix, too, and both have it."""
 
-TIE_SHARE = 0.1
-"""Costs that differ by less are equal."""
+TIE_SHARE = 0.1  # costs that differ by less are equal
 
+# What a prompt token costs more for each open request of its replica, which it delays.
 DELAY_SHARE = 0.3
-"""What a prompt token costs more for each open request of its replica, which it delays."""
 
+# Prefixes of so many tokens are not computed by two replicas at once, unless the one that computes
+# them is crowded.
 ONCE_TOKENS = 256
-"""Prefixes of so many tokens are not computed by two replicas at once, unless the one that computes
-them is crowded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,14 +124,14 @@ class PrefixView:
         return len(self._held) + sum(1 for _ in takewhile(self._is_unsettled, newest))
 
     def num_held(self, keys: Sequence[bytes]) -> int:
-        """The number of leading pages that it holds or is about to compute."""
+        """Leading pages that it holds or is about to compute."""
         return _deepest(keys, lambda key: key in self._held or self._is_coming(key))
 
     def num_coming(self, keys: Sequence[bytes]) -> int:
         return _deepest(keys, lambda key: key not in self._held and self._is_coming(key))
 
     def num_seen(self, keys: Sequence[bytes]) -> int:
-        """The same of pages that were ever sent to it, as far as that is remembered."""
+        """Leading pages that were ever sent to it, as far as that is remembered."""
         return _deepest(keys, self._sent.__contains__)
 
     def add(self, keys: Sequence[bytes], request_id: int) -> None:
@@ -143,7 +142,6 @@ class PrefixView:
             self._sent.popitem(last=False)
 
     def take(self, change: HeldChange, settled_below: int) -> None:
-        """It has reported; see `RouteReport` and `Seen`."""
         self._held.difference_update(split_keys(change.removed))
         self._held.update(split_keys(change.added))
         self._settled_below = settled_below
@@ -167,8 +165,8 @@ def _deepest(keys: Sequence[bytes], has: Callable[[bytes], bool]) -> int:
     return next((at for at in range(len(keys), 0, -1) if has(keys[at - 1])), 0)
 
 
+# Requests that were sent since a replica's last report, of which it is remembered.
 MOST_ON_WAY = 1 << 12
-"""Requests that were sent since a replica's last report, of which it is remembered."""
 
 
 NOTHING_SEEN = Seen(newest_id=-1, settled_below=0)
@@ -194,8 +192,7 @@ class _ReplicaView:
     prefixes: PrefixView = field(default_factory=PrefixView)
     report: RouteReport | None = None
     on_way: deque[_Sent] = field(default_factory=lambda: deque[_Sent](maxlen=MOST_ON_WAY))
-    done_at_s: float = 0.0
-    """When all that is known to be queued there will have been computed."""
+    done_at_s: float = 0.0  # when all that is known to be queued there will have been computed
 
     @property
     def token_s(self) -> float:

@@ -9,8 +9,8 @@ from math import ceil
 
 from cadenza.errors import ConfigError
 
+# Of the goal: engines whose queues are shorter are too many, once that has lasted.
 QUIET_SHARE = 0.2
-"""Of the goal: engines whose queues are shorter are too many, once that has lasted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,13 +43,13 @@ from cadenza.errors import ConfigError, show
 from cadenza.events import Finished, Report
 from cadenza.kv.page_keys import split_keys
 
+# What an engine chooses by its memory where it is not given.
 PLANNED = ("max_num_seqs", "max_model_len", "num_pages")
-"""What an engine chooses by its memory where it is not given."""
 
 
 def differences(running: Start, limits: EngineLimits, asked: Start) -> list[str]:
-    """In what an engine that was started with `running`, and has planned `limits`, is not the one
-    that `asked` wants, with both values. What `asked` leaves to the plan may be anything."""
+    """What of `asked` differs from an engine that was started with `running` and has planned
+    `limits`, with both values. What is left to the plan may be anything."""
     found: list[str] = []
     if running.model != asked.model:
         found.append(f"model {show(running.model)}, not {show(asked.model)}")
@@ -65,8 +65,7 @@ def differences(running: Start, limits: EngineLimits, asked: Start) -> list[str]
 
 logger = logging.getLogger(__name__)
 
-MOST_UNSENT_BYTES = 64 << 20
-"""A front end that has not read more than this is given up."""
+MOST_UNSENT_BYTES = 64 << 20  # a front end that has not read more than this is given up
 
 _LOOK_EVERY_S = 1.0
 _EXIT_S = 1.0
@@ -152,7 +151,7 @@ class SharedEngine:
         self._thread = threading.Thread(target=self._run, name="cadenza-shared-engine", daemon=True)
 
     def serve(self, on_end: Callable[[], object] = lambda: None) -> None:
-        """Starts the process, and the thread, which calls `on_end` last. Raises OSError."""
+        """The thread calls `on_end` last. Raises OSError."""
         self._on_end = on_end
         self._thread.start()
         self._started.wait()
@@ -168,7 +167,7 @@ class SharedEngine:
         return len(self._clients)
 
     def join(self, connection: socket.socket, front: int) -> bool:
-        """A front end has come; False where the process has ended."""
+        """False where the process has ended."""
         with self._lock:
             if self.has_ended or self._is_ending:
                 return False
@@ -294,7 +293,7 @@ class SharedEngine:
             self._leave(client, selector)
 
     def _take_from(self, client: _Client, payload: bytes, selector: selectors.BaseSelector) -> None:
-        """Passes on what a front end says. Raises WireError."""
+        """Raises WireError."""
         message = decode_to_engine(payload)
         if isinstance(message, Start):
             self._take_start(client, message, payload)

@@ -16,8 +16,7 @@ INDEPENDENT = "independent reference"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mismatch:
-    """The first difference of a stream. `index`: of the token in the output; prompt tokens with
-    logprobs have negative indices."""
+    """`index`: of the token in the output; prompt tokens with logprobs have negative ones."""
 
     mode: str
     request: int
@@ -30,7 +29,7 @@ class Mismatch:
 def first_difference(
     mode: str, expected: Stream, actual: Stream, *, bitwise: bool
 ) -> Mismatch | None:
-    """The first difference of two streams: in tokens, or if `bitwise` in any bit of logprobs."""
+    """In tokens, or if `bitwise` in any bit of logprobs."""
     pick: Callable[[TokenRecord], object] = _bits if bitwise else itemgetter(0)
     for left, right, start in (
         (expected.prompt, actual.prompt, -len(expected.prompt)),

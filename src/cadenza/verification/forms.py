@@ -19,8 +19,8 @@ from cadenza.verification.workload import Arrival
 
 COMPILE_S = 60.0
 
+# Each a token by itself, with which every form can be written.
 CHARACTERS = 'abcdefghijklmnopqrstuvwxyz0123456789 "{}:,'
-"""Each a token by itself, with which every form can be written."""
 
 # Text that must follow is allowed in the tokens that the tokenizer makes of it, and no others. So
 # names of members are single letters, and letters and digits take turns in the choices.
@@ -48,14 +48,14 @@ TEXT_FORMS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forms:
-    """Over a model's tokens. `compile`: of constraints that were compiled before, so that each is
-    there at once; `going_on`: the tokens of `CHARACTERS`."""
+    """`compile`: of constraints that were compiled before, so that each is there at once;
+    `going_on`: the tokens of `CHARACTERS`."""
 
     compile: CompileConstraint
     going_on: frozenset[int]
 
     def constrain(self, arrivals: Sequence[Arrival]) -> tuple[Arrival, ...]:
-        """The arrivals, every second one with a form."""
+        """Every second one has a form."""
         forms = (*JSON_FORMS, *TEXT_FORMS)
         return tuple(
             replace(each, request=replace(each.request, constraint=spec_of(forms[i // 2 % 6])))
@@ -165,8 +165,8 @@ def _masks_of_others(compile: CompileConstraint) -> CompileConstraint:
     return lambda spec: _Pending(compile(spec), lambda inner: _OfAnotherRow(inner, shared))
 
 
+# Faults by name: each makes the compiler of one engine faulty.
 MASK_FAULTS: Mapping[str, Callable[[CompileConstraint], CompileConstraint]] = {
     "a constraint's mask is one step old": _old_masks,
     "a row has the mask of another constraint": _masks_of_others,
 }
-"""Faults by name: each makes the compiler of one engine faulty."""

@@ -16,11 +16,9 @@ from cadenza.verification.modes import Interruption, Mode
 from cadenza.verification.workload import Arrival
 
 LEAST_CHUNK = 16
-MOST_CHUNKS = 64
-"""Of sizes that are played; of a longer span, so many of them, its own among them."""
+MOST_CHUNKS = 64  # of sizes that are played; of a longer span, so many of them, its own among them
 
-FEW_REQUESTS = 8
-"""With images, which the modes of chunk sizes play."""
+FEW_REQUESTS = 8  # with images, which the modes of chunk sizes play
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

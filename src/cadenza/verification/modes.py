@@ -23,16 +23,14 @@ from cadenza.verification.workload import Arrival
 
 MAX_GATE_STEPS = 1_000_000
 
+# Makes an engine on the runner under test, with its pages reset.
 MakeCore = Callable[[EngineLimits, CoreOptions], EngineCore]
-"""Makes an engine on the runner under test, with its pages reset."""
 
 OnProgress = Callable[[BatchProgress], object]
 
+# (token id, logprob, rank, top ids, top logprobs), which are compared bit for bit. Prompt tokens
+# have their position instead of the id; without log probabilities the logprob is NaN.
 TokenRecord = tuple[int, float, int, tuple[int, ...], tuple[float, ...]]
-"""(token id, logprob, rank, top ids, top logprobs), which are compared bit for bit.
-
-Prompt tokens have their position instead of the id; without log probabilities the logprob is NaN.
-"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,8 +108,7 @@ class Play:
 
 
 def batched_modes(limits: EngineLimits, arrivals: tuple[Arrival, ...]) -> tuple[Mode, ...]:
-    """Modes for both loops, chunk sizes, a cold and a hot prefix cache, and preemption. The last
-    one needs several pages a sequence: one that has its own slot is never preempted."""
+    """The last one needs several pages a sequence: one that has its own slot is never preempted."""
     without_cache = replace(limits, enable_prefix_caching=False)
     smallest = max(limits.max_num_seqs, limits.max_num_batched_tokens // 4)
     midstream = ("admitted_midstream", "rows_reused")
@@ -139,8 +136,7 @@ def batched_modes(limits: EngineLimits, arrivals: tuple[Arrival, ...]) -> tuple[
 def with_drafts(
     modes: tuple[Mode, ...], speculation: SpeculativeConfig, shows: str
 ) -> tuple[Mode, ...]:
-    """The same modes, in which steps verify drafts; the second one `shows` some, accepted ones
-    say."""
+    """Steps verify drafts; the second mode `shows` some, accepted ones say."""
     drafting = [replace(mode, speculation=speculation) for mode in modes]
     drafting[1] = replace(drafting[1], shows=(*drafting[1].shows, shows))
     return tuple(drafting)
@@ -202,7 +198,7 @@ def _paged_modes(limits: EngineLimits, arrivals: tuple[Arrival, ...]) -> tuple[M
 def play_showing(
     make_core: MakeCore, mode: Mode, arrivals: tuple[Arrival, ...], report: OnProgress
 ) -> Play:
-    """Plays a mode, then its alternatives until all counts of `shows` are above zero."""
+    """Plays the alternatives until all counts of `shows` are above zero."""
     played = play(make_core, mode, arrivals, report)
     others = [replace(mode, limits=limits) for limits in mode.alternatives]
     if mode.or_serial:
@@ -220,7 +216,7 @@ def play(
     arrivals: tuple[Arrival, ...],
     report: OnProgress = lambda _: None,
 ) -> Play:
-    """Runs a workload in one engine, once for each round; reports each step's progress."""
+    """Runs a workload in one engine, once for each round."""
     options = CoreOptions(
         loop=mode.loop, reserved_output=mode.reserved_output, speculation=mode.speculation
     )
@@ -259,8 +255,8 @@ def play_alone(
     return tuple(played.streams.values())
 
 
+# Of the requests whose image is being encoded between two steps, one of so many is interrupted.
 INTERRUPT_EVERY = 3
-"""Of the requests whose image is being encoded between two steps, one of so many is interrupted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -302,7 +298,7 @@ class Round:
         self._interrupt, self._make_core = interrupt, make_core
 
     def run(self, core: EngineCore, report: OnProgress = lambda _: None) -> EngineCore:
-        """Plays the arrivals; returns the engine that ended them."""
+        """Returns the engine that ended them."""
         coming = list(self.arrivals.items())
         watch, start_s = _RowWatch(), time.perf_counter()
         for step in range(MAX_GATE_STEPS):
@@ -392,7 +388,7 @@ def _as_record(token: int, found: TokenLogprobs | None) -> TokenRecord:
 
 
 class _RowWatch:
-    """Counts mid-stream admissions and reused rows, observed between steps."""
+    """Observed between steps."""
 
     def __init__(self) -> None:
         self.num_midstream = 0

@@ -14,11 +14,9 @@ from cadenza.structured import StructuredOutput
 from cadenza.verification.forms import JSON_FORMS, TEXT_FORMS, spec_of
 from cadenza.verification.workload import Arrival
 
-Pair = tuple[int, int, int, int]
-"""(factor, its level, a later factor, its level)."""
+Pair = tuple[int, int, int, int]  # (factor, its level, a later factor, its level)
 
-Row = tuple[int, ...]
-"""One level per factor."""
+Row = tuple[int, ...]  # one level per factor
 
 
 def all_pairs(num_levels: Sequence[int]) -> list[Pair]:
@@ -79,8 +77,7 @@ def _pairs_of(row: Row) -> list[Pair]:
     ]
 
 
-TIMES = 15
-"""Requests per pair, so that a pair also occurs where no other option hides its effect."""
+TIMES = 15  # requests per pair, so that a pair also occurs where no other option hides its effect
 
 BAD_WORD_FIELD = "bad_word_token_ids"
 FORM_FIELD = "constraint"
@@ -88,8 +85,8 @@ FORM_FIELD = "constraint"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatrixVocabulary:
-    """Of a model. `going_on`: `Forms.going_on`; needed unless the matrix is without `FORM_FIELD`.
-    `words`: bad words are made of these; empty: of any tokens."""
+    """`going_on`: `Forms.going_on`, needed with `FORM_FIELD`. `words`: of bad words; empty: any
+    tokens."""
 
     size: int
     eos_token_ids: tuple[int, ...]
@@ -99,8 +96,8 @@ class MatrixVocabulary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenSets:
-    """Disjoint sets of tokens from which one request's token lists are made. `free` tokens are
-    never all banned, so that some token can always be sampled."""
+    """Disjoint sets of tokens of one request. `free` ones are never all banned, so that some token
+    can always be sampled."""
 
     free: tuple[int, ...]
     stops: tuple[int, ...]
@@ -189,7 +186,7 @@ class OptionCoverage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptionMatrix:
-    """One row for each request of a workload; a row has one level index per option."""
+    """A row for each request of a workload; one level index per option."""
 
     options: tuple[Option, ...] = OPTIONS
     rows: tuple[Row, ...]
@@ -246,7 +243,6 @@ class OptionMatrix:
 
 
 def make_matrix(options: tuple[Option, ...] = OPTIONS) -> OptionMatrix:
-    """Rows in which every pair of levels occurs at least `TIMES` times."""
     num_levels = tuple(len(option.levels) for option in options)
     return OptionMatrix(options=options, rows=covering_rows(num_levels, times=TIMES))
 

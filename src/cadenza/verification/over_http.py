@@ -40,11 +40,11 @@ from cadenza.verification.workload import LONGEST_PROMPT, Arrival, WorkloadShape
 NUM_WORDS = 24
 MAX_TRIES = 1000
 
+# Letters of JSON's keywords. Bad words end with another one, so that no keyword is ruled out.
 OF_KEYWORDS = frozenset("truefalsn")
-"""Letters of JSON's keywords. Bad words end with another one, so that no keyword is ruled out."""
 
+# Options under another name than that of their field.
 SENT_AS = {BAD_WORD_FIELD: "bad_words", FORM_FIELD: "structured"}
-"""Options under another name than that of their field."""
 
 UNSEEDED = "requests without a seed: the server draws another one for each"
 
@@ -68,8 +68,7 @@ class RemoteMatrix:
 def apply_matrix(
     server: RemoteServer, matrix: OptionMatrix, arrivals: Sequence[Arrival]
 ) -> RemoteMatrix:
-    """The arrivals' requests with the options of a matrix, as far as they can be sent. Raises
-    ConfigError if the server cannot be reached."""
+    """As far as the options can be sent. Raises ConfigError if the server cannot be reached."""
     left_out = [UNSEEDED]
     for option in matrix.options:
         if SENT_AS.get(option.name, option.name) not in SENT_OPTIONS:
@@ -117,7 +116,7 @@ def _find_words(server: RemoteServer) -> tuple[int, ...]:
 
 
 def _token_of(server: RemoteServer, character: str) -> int:
-    """What the server chooses where only the character may follow. Raises RefusedError if the
+    """What the server chooses where only the character may follow. Raises RefusedError: the
     character is no token by itself, or there are no forms."""
     params = SamplingParams(
         max_tokens=2, temperature=0.0, structured=StructuredOutput(choice=[character])
@@ -151,14 +150,13 @@ def _play(server: RemoteServer, params: SamplingParams) -> tuple[int, ...]:
 ROWS = 4
 NUM_REQUESTS = 32
 
+# Requests of a matrix that are sent at once: a server's queue counts each of their samples.
 MAX_OPEN = 16
-"""Requests of a matrix that are sent at once: a server's queue counts each of their samples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UrlOptions:
-    """The server and the workload. With a `matrix` each of its rows is a request; `num_requests` is
-    ignored."""
+    """With a `matrix` each of its rows is a request; `num_requests` is ignored."""
 
     url: str
     api_key: str | None = None
@@ -171,9 +169,8 @@ class UrlOptions:
 
 
 def verify_url(options: UrlOptions, report: ReportProgress) -> VerifierResult:
-    """Sends each request alone, then with others: cold, with cached prefixes, in reverse order.
-    Raises ConfigError if the server cannot be reached, is not a Cadenza server, or refuses a
-    request."""
+    """Each request alone, then with others: cold, with cached prefixes, in reverse order. Raises
+    ConfigError."""
     link = ServerLink(url=options.url, api_key=options.api_key, cacert=options.cacert)
     with closing(RemoteApi(link)) as api:
         server = RemoteServer(api, options.clock)
@@ -239,7 +236,7 @@ class RemotePlayer:
         return not tops if asked is None else max(1, asked) <= len(tops) <= asked + 1
 
     def _play_together(self, order: Sequence[int], report: OnProgress) -> Play:
-        """Sends requests in this order. Raises the first failure."""
+        """Raises the first failure."""
         start_s, num_done, num_tokens = self.clock(), 0, 0
         with ThreadPoolExecutor(max_workers=self.num_open) as threads:
             send = self.server.play
@@ -272,8 +269,8 @@ class RemotePlayer:
         return Play(rounds=(tuple(streams),), counts=counts, seconds=self.clock() - start_s)
 
     def _streams(self, request: int, answer: Answer) -> list[Stream]:
-        """One for each sample; without tokens where the answer lacks it. Raises ConfigError for an
-        answer with more samples than were asked for."""
+        """Without tokens where the answer lacks a sample. Raises ConfigError for one with more
+        samples than were asked for."""
         asked, given = self.requests[request].params.n, len(answer.streams)
         if given > asked:
             raise ConfigError(f"--url: an answer has {given} choices for n={asked}")

@@ -75,9 +75,8 @@ class ReferenceEngine:
         self._eos_token_ids = frozenset(eos_token_ids)
 
     def run(self, request: Request, *, seed: int | None = None, sample: int = 0) -> ReferenceResult:
-        """Generates the complete stream of the sample with the index `sample`; `seed` is used if
-        the request has none. Raises InvalidRequestError for the same requests as
-        `EngineCore.submit`."""
+        """The stream of the sample with this index; `seed` is used if the request has none. Raises
+        InvalidRequestError for the same requests as `EngineCore.submit`."""
         self._check.check(request)
         _check_integer("seed", 0 if seed is None else seed, MAX_SEED)
         params = request.params
@@ -141,7 +140,7 @@ class ReferenceEngine:
         return self._compile_constraint(request.constraint).result()
 
     def score_output(self, request: Request, token_ids: Sequence[int]) -> tuple[float, ...]:
-        """The log probability of each output token, given the prompt and the preceding ones."""
+        """Of each output token, given the prompt and the preceding ones."""
         logits = self._begin(request)
         logprobs: list[float] = []
         for token_id in token_ids:
@@ -150,8 +149,8 @@ class ReferenceEngine:
         return tuple(logprobs)
 
     def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
-        """The log probability of each token except the first, given the preceding ones. Raises
-        InvalidRequestError if an id is not in the vocabulary, or there are too many."""
+        """The log probability of each token but the first, given the preceding ones. Raises
+        InvalidRequestError."""
         ids = as_token_ids("prompt", token_ids)
         for token_id in ids:
             _check_integer("a token id", token_id, self._model.vocab_size - 1)
@@ -210,7 +209,7 @@ def ruled_logits(
 
 
 def _bad_word_ends(request: Request, generated: list[int]) -> set[int]:
-    """The last tokens of bad words whose other tokens were generated just before."""
+    """Of bad words whose other tokens were generated just before."""
     ends: set[int] = set()
     for *start, end in request.bad_word_token_ids:
         if generated[len(generated) - len(start) :] == start and len(start) <= len(generated):
@@ -219,7 +218,7 @@ def _bad_word_ends(request: Request, generated: list[int]) -> set[int]:
 
 
 def choose_token(logits: Logits, params: SamplingParams, *, seed: int, position: int) -> int:
-    """The token sampled from logits [V] at an absolute position."""
+    """From logits [V] at an absolute position."""
     if params.is_greedy:
         return int(np.argmax(logits))
     scaled = logits / np.float32(params.temperature)
@@ -266,8 +265,8 @@ def build_reference(
     backends: Backends = BACKENDS,
     compile_constraint: CompileConstraint | None = None,
 ) -> ReferenceEngine:
-    """A reference engine for a checkpoint, in float32. Raises CheckpointError if `max_model_len`
-    exceeds the model's positions, ConfigError if the chosen backend has no independent model."""
+    """In float32. Raises CheckpointError if `max_model_len` exceeds the model's positions,
+    ConfigError if the backend has no independent model."""
     if max_model_len > checkpoint.outline.max_position_embeddings:
         raise CheckpointError(
             f"max_model_len {max_model_len} is above the model's "

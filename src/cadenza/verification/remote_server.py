@@ -20,8 +20,8 @@ RETRY_S = 0.1
 MAX_RETRIES = 1000
 MAX_MESSAGE_CHARS = 300
 
+# The parameters that a body holds as they are.
 PLAIN_FIELDS = tuple(name for name in PARAMETERS if name not in ("logit_bias", "structured"))
-"""The parameters that a body holds as they are."""
 
 SENT_OPTIONS = frozenset(PARAMETERS)
 
@@ -101,9 +101,8 @@ class RemoteServer:
             )
 
     def play(self, request: Request, salt: str = "") -> Answer:
-        """Sends a request, again while the server's queue is full, and waits for its answer; bad
-        words are those of `params.bad_words`. Raises RefusedError if the server refuses it,
-        ConfigError if there is no answer."""
+        """Again while the queue is full; bad words are those of `params.bad_words`. Raises
+        RefusedError, ConfigError if there is no answer."""
         body = {**body_of(request), "model": self.model}
         if salt:
             body["cache_salt"] = salt

@@ -39,13 +39,14 @@ from cadenza.verification.remote_server import BusyError, RefusedError, RemoteAp
 
 MAX_RECEIPT_BYTES = 1 << 30
 
+# Parts that a replay does not use: a receipt has the prompt's ids and all parameters, and no
+# constrained answer.
 _NOT_COMPUTED_FROM = frozenset({"template", "defaults", "forms"})
-"""Parts that a replay does not use: a receipt has the prompt's ids and all parameters, and no
-constrained answer."""
 
 
+# Of other commands: a replay has --model.
 _FLAG = re.compile(r"(?<!\w)--(?!model(?![-\w]))[a-z][a-z-]*")
-"""Of other commands: a replay has --model."""
+# Flags of the engine, and the parts of a fingerprint that set them in a replay.
 _PARTS = {
     "--arithmetic": "arithmetic",
     "--dtype": "activations",
@@ -53,7 +54,6 @@ _PARTS = {
     "--max-model-len": "max_model_len",
     "--quantization": "weights",
 }
-"""Flags of the engine, and the parts of a fingerprint that set them in a replay."""
 
 
 class ReceiptError(InvalidRequestError):
@@ -82,8 +82,7 @@ class NamedReceipt:
 
 
 def read_receipts(path: Path) -> list[NamedReceipt]:
-    """The receipts of a file: one a line, or a single JSON object. Raises ReceiptError, with file
-    and line."""
+    """One a line, or a single JSON object. Raises ReceiptError, with file and line."""
     try:
         if path.stat().st_size > MAX_RECEIPT_BYTES:
             raise ReceiptError(
@@ -119,8 +118,8 @@ def _decode(text: bytes, where: str) -> Receipt:
 
 
 def replay_receipts(model: str | None, receipts: Iterable[NamedReceipt]) -> Iterator[Replayed]:
-    """The verdicts, in groups of receipts that ask for one engine. Raises CheckpointError,
-    DeviceUnavailableError: as `open_model` does."""
+    """In groups of receipts that ask for one engine. Raises CheckpointError,
+    DeviceUnavailableError."""
     groups: dict[EngineConfig, list[NamedReceipt]] = {}
     for each in receipts:
         groups.setdefault(config_of(each.receipt.fingerprint), []).append(each)
@@ -151,8 +150,7 @@ def replay_receipts(model: str | None, receipts: Iterable[NamedReceipt]) -> Iter
 
 
 def config_of(fingerprint: Fingerprint) -> EngineConfig:
-    """The options of the engine that a receipt was made with, as far as they decide its bits.
-    Raises ReceiptError."""
+    """The options that decide the bits of a receipt. Raises ReceiptError."""
     try:
         return EngineConfig(
             dtype=fingerprint.activations,  # pyright: ignore[reportArgumentType]
@@ -173,7 +171,6 @@ def config_of(fingerprint: Fingerprint) -> EngineConfig:
 
 
 def _default_model_note(model: str | None) -> tuple[str, ...]:
-    """For a receipt that does not fit the model: says so where none was named."""
     if model is not None:
         return ()
     return (
@@ -228,7 +225,7 @@ def _unfit(receipt: Receipt, here: Fingerprint) -> list[str]:
 
 
 def _other_parts(receipt: Receipt, here: Fingerprint) -> list[tuple[str, str]]:
-    """The names of the parts of the fingerprint that differ, each with a sentence."""
+    """Those of the fingerprint that differ, each with a sentence."""
     theirs, ours = receipt.fingerprint.parts, here.parts
     return [
         (
@@ -312,15 +309,14 @@ def receipt_difference(receipt: Receipt, again: Receipt) -> Iterator[str]:
 
 
 PATH = "/v1/receipts/replay"
-RETRY_S, MAX_RETRIES = 0.2, 300
-"""While the server replays another one's receipt."""
+RETRY_S, MAX_RETRIES = 0.2, 300  # while the server replays another one's receipt
 
 
 def replay_at(
     api: RemoteApi, receipts: Iterable[NamedReceipt], model: str | None = None
 ) -> Iterator[Replayed]:
-    """The verdicts, in the receipts' order; `model`: one of several of the server's. Raises
-    ConfigError if there is no answer."""
+    """In the receipts' order; `model`: one of several of the server's. Raises ConfigError if there
+    is no answer."""
     for each in receipts:
         num_tokens = len(each.receipt.token_ids)
         differences = tuple(_differences(api, each, model))

@@ -63,14 +63,14 @@ from cadenza.vision.processor import image_digest
 
 RANDOM_SEED = 20
 
+# Fractions of sampled requests: random weights are tested mostly at temperatures around 1.
 MODEL_SAMPLED, RANDOM_SAMPLED = 0.5, 0.8
-"""Fractions of sampled requests: random weights are tested mostly at temperatures around 1."""
 
 
 QUANTISED_TOLERANCE: Mapping[Quantization, float] = {"int8": 0.1, "int4": 0.6}
+# The largest mean difference of log probabilities (nats) from the reference, by the rounding of
+# weights at load and by the type of KV; those of both add up.
 KV_TOLERANCE: Mapping[KVCacheDType, float] = {"int8": 0.05}
-"""The largest mean difference of log probabilities (nats) from the reference, by the rounding of
-weights at load and by the type of KV; those of both add up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,8 +92,8 @@ class VerifyOptions:
 
 
 def verify(options: VerifyOptions, report: ReportProgress) -> tuple[VerifierResult, EnginePlan]:
-    """Runs the verifier; also returns the plan of the engine under test. Raises CheckpointError,
-    ConfigError, DeviceUnavailableError if the model cannot be loaded."""
+    """Also returns the plan of the engine under test. Raises CheckpointError, ConfigError,
+    DeviceUnavailableError."""
     with checkpoint_of(options) as checkpoint:
         plan, workload = prepare_workload(options, checkpoint)
         report("loading and compiling")
@@ -144,7 +144,7 @@ class VerifierWorkload:
 def prepare_workload(
     options: VerifyOptions, checkpoint: Checkpoint, digest_of: DigestOf = image_digest
 ) -> tuple[EnginePlan, VerifierWorkload]:
-    """The workload, and a plan whose queue fits all samples and whose pool fits a full batch."""
+    """And a plan whose queue fits all samples and whose pool fits a full batch."""
     plan = _plan(options, checkpoint)
     workload = _with_images(
         _workload(options, checkpoint, plan), options, checkpoint, digest_of, plan.limits.page_size
@@ -195,8 +195,8 @@ def _with_images(
     digest_of: DigestOf,
     page_size: int,
 ) -> VerifierWorkload:
-    """The workload, without placeholders that stand for nothing; with images if they are asked for.
-    Raises ConfigError if the model takes none."""
+    """Without placeholders that stand for nothing; with images if they are asked for. Raises
+    ConfigError if the model takes none."""
     vision = checkpoint.config.vision if checkpoint.is_known else None
     if vision is None:
         if options.images:
@@ -232,7 +232,6 @@ def _plan(options: VerifyOptions, checkpoint: Checkpoint) -> EnginePlan:
 
 
 def _wanted_length(options: VerifyOptions, checkpoint: Checkpoint, traits: BackendTraits) -> int:
-    """Tokens of the longest stream, prompt and output, if the context allows."""
     longest = longest_prompt(traits.attention_span, checkpoint.outline.windows)
     return longest + options.max_tokens
 
@@ -307,8 +306,7 @@ def _spans_of(workload: VerifierWorkload, plan: EnginePlan) -> ImageSpans | None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineParts:
-    """What engines get besides a runner: `draft` drafts in those whose options ask for drafts, and
-    `scorer` scores prompts."""
+    """What engines get besides a runner; `draft` in those whose options ask for drafts."""
 
     compile_constraint: CompileConstraint | None
     draft: DraftModel | None = None
@@ -325,7 +323,7 @@ def _packer_of(scorer: PromptScorerModel | None, checkpoint: Checkpoint) -> Make
 def core_maker(
     runner: Runner, checkpoint: Checkpoint, plan: EnginePlan, parts: EngineParts
 ) -> MakeCore:
-    """Makes engines on `runner`, with at most the number of pages that it was loaded with."""
+    """With at most the number of pages that `runner` was loaded with."""
     eos = frozenset(checkpoint.eos_token_ids)
 
     def make_core(limits: EngineLimits, options: CoreOptions) -> EngineCore:

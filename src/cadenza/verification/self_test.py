@@ -43,16 +43,15 @@ from cadenza.verification.verifier import ReportProgress, Verdict, VerifierResul
 from cadenza.verification.workload import LONGEST_SHORT_PROMPT, DigestOf
 from cadenza.vision.processor import image_digest
 
+# Of models with recurrent states, whose rollback is tested, where the options name none.
 DRAFTS = SpeculativeConfig(method="ngram", prompt_lookup_min=1)
-"""Of models with recurrent states, whose rollback is tested, where the options name none."""
 
 Outcome = Literal["caught", "missed", "skipped"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultResult:
-    """What became of a fault; `layer` is what it is in, and `why` says where it was caught, or why
-    it was not planted."""
+    """`layer`: what the fault is in; `why`: where it was caught, or why it was not planted."""
 
     name: str
     layer: str
@@ -96,10 +95,10 @@ class SelfTestResult:
 
 
 def self_test(options: VerifyOptions, report: ReportProgress) -> SelfTestResult:
-    """Runs the verifier without a fault and with each known fault. Native kernels with faults are a
+    """Runs the verifier without a fault and with each known one. Native kernels with faults are a
     separate build; without it the reference table is used, and `SelfTestResult.note` says so. Steps
     verify drafts where the model has recurrent states. Raises CheckpointError, ConfigError,
-    DeviceUnavailableError if the model cannot be loaded."""
+    DeviceUnavailableError."""
     config = replace(options.config, spec_prefill=None)  # the faults are those of the model itself
     if config.speculation is not None and config.speculation.has_model:  # it changes no stream
         config = replace(config, speculative_config=None)
@@ -160,8 +159,8 @@ _SOUND = _Planted()
 
 
 class _Tested:
-    """A model, the workload that it plays, and its faults. Steps verify drafts if the options say
-    so, and with `adds_drafts` if the model has states."""
+    """A model, the workload that it plays, and its faults. `adds_drafts`: steps verify drafts if
+    the model has states."""
 
     def __init__(
         self,

@@ -16,14 +16,13 @@ from cadenza.config import EngineLimits
 from cadenza.verification.workload import Arrival, has_turned_images
 from cadenza.vision.processor import ImagePart
 
-Spoil = Callable[[ModelInputs, Batch], None]
-"""Changes the inputs of a step in place."""
+Spoil = Callable[[ModelInputs, Batch], None]  # changes the inputs of a step in place
 
 MakePacker = Callable[[EngineLimits, int], Packer]
 
 
 class FaultyPacker(Packer):
-    """Packs steps, then spoils their inputs."""
+    """Spoils the inputs of steps."""
 
     def __init__(self, limits: EngineLimits, vocab_size: int, spoil: Spoil) -> None:
         super().__init__(limits, vocab_size)
@@ -59,10 +58,10 @@ def _state_behind_a_rejected_draft(inputs: ModelInputs, batch: Batch) -> None:
 STATES = "recurrent states"
 
 STATE_FAULTS: Mapping[str, Spoil] = {"the state of another row": _state_of_another_row}
+# By name, of models with recurrent states; the second kind is seen where drafts are verified.
 DRAFT_FAULTS: Mapping[str, Spoil] = {
     "the state behind a rejected draft": _state_behind_a_rejected_draft
 }
-"""By name, of models with recurrent states; the second kind is seen where drafts are verified."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,8 +81,8 @@ class FaultOfImages:
 
 
 def absent_faults(arrivals: Sequence[Arrival], *, has_axes: bool) -> Mapping[str, str]:
-    """The faults that a workload with images does not show, and why; `has_axes`: positions of rope
-    have three coordinates."""
+    """Those that a workload with images does not show, and why; `has_axes`: positions of rope have
+    three coordinates."""
     found: dict[str, str] = {}
     is_turned = has_turned_images(arrivals)
     for name, fault in IMAGE_FAULTS.items():
@@ -144,6 +143,7 @@ def _begun_inside(batch: Batch) -> list[tuple[BatchEntry, SeenImage]]:
     ]
 
 
+# By name.
 IMAGE_FAULTS: Mapping[str, FaultOfImages] = {
     "an image has a neighbour's rows": FaultOfImages(spoil=_rows_of_a_neighbour),
     "an image's span is off by one": FaultOfImages(spoil=_span_off_by_one),
@@ -151,4 +151,3 @@ IMAGE_FAULTS: Mapping[str, FaultOfImages] = {
     "the lag of rope dropped at decode": FaultOfImages(spoil=_lag_dropped, needs_axes=True),
     "a digest without width and height": FaultOfImages(needs_turned=True),
 }
-"""By name."""

@@ -45,12 +45,12 @@ from cadenza.verification.workload import Arrival
 
 ReferenceKind = Literal["independent", "solo", "both"]
 
+# Every comparison was made and equal; a stream differed; all were equal, and something that should
+# have occurred while they were compared did not.
 Verdict = Literal["PASS", "MISMATCH", "NOT SHOWN"]
-"""Every comparison was made and equal; a stream differed; all were equal, and something that should
-have occurred while they were compared did not."""
 
+# Called with a description of the current or completed stage.
 ReportProgress = Callable[[str], None]
-"""Called with a description of the current or completed stage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +131,7 @@ class VerifierResult:
 
     @property
     def shortfall(self) -> str | None:
-        """Which lengths were not compared; None if the longest stream is as long as wanted."""
+        """Which lengths were not compared."""
         if self.longest >= self.wanted:
             return None
         return (
@@ -190,7 +190,7 @@ def compare(
     *,
     bitwise: bool = True,
 ) -> list[Stream]:
-    """Plays each request alone, then all modes up to the first difference; the solo streams."""
+    """Each request alone, then all modes up to the first difference; returns the solo streams."""
     start_s = clock()
     alone = streams_alone(player.play_alone, len(player.requests), report, clock)
     num_tokens = sum(len(stream.tokens) for stream in alone)
@@ -275,32 +275,27 @@ class ReferenceCheck:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verifier:
-    """Args:
-     make_core: makes engines on the runner under test, with `limits`.
-     reference: its tokens must equal those of the solo runs; None to skip that.
-     with_solo: compare log probabilities with solo runs bit for bit, if `exactness` promises it.
-     exactness: the backend's promise (`BackendTraits`); "token" compares tokens only.
-     clock: in seconds, for the throughput.
-     coverage: of the matrix of options, if `arrivals` come from it.
-     wanted: length in tokens that the longest stream should have.
-     speculation: drafts that all modes verify, and the solo runs do not; None for none.
-         `drafts_show` is the count of them that must be above zero.
-     image_spans: of the workload's images; None if it has none. Requests that the reference does
-         not take (`ReferenceEngine.takes`) are compared with their solo runs alone.
-    has_sparse: some of the workload's prompts are pruned by their scores."""
+    """has_sparse: some of the workload's prompts are pruned by their scores."""
 
-    make_core: MakeCore
+    make_core: MakeCore  # makes engines on the runner under test, with `limits`
     limits: EngineLimits
     arrivals: tuple[Arrival, ...]
+    # Its tokens must equal those of the solo runs; None to skip that.
     reference: ReferenceCheck | None
+    # Compare log probabilities with solo runs bit for bit, if `exactness` promises it.
     with_solo: bool
+    # The backend's promise (`BackendTraits`); "token" compares tokens only.
     exactness: Exactness = "bitwise"
-    clock: Callable[[], float]
+    clock: Callable[[], float]  # in seconds, for the throughput
     report: ReportProgress = lambda _: None
-    coverage: OptionCoverage | None = None
-    wanted: int = 0
+    coverage: OptionCoverage | None = None  # of the matrix of options, if `arrivals` come from it
+    wanted: int = 0  # length in tokens that the longest stream should have
+    # Drafts that all modes verify, and the solo runs do not; None for none. `drafts_show` is
+    # the count of them that must be above zero.
     speculation: SpeculativeConfig | None = None
     drafts_show: str = "accepted_drafts"
+    # Of the workload's images; None if it has none. Requests that the reference does not take
+    # (`ReferenceEngine.takes`) are compared with their solo runs alone.
     image_spans: ImageSpans | None = None
     has_sparse: bool = False
 
@@ -359,8 +354,8 @@ class Verifier:
     def _compare_with_reference(
         self, check: ReferenceCheck, alone: list[Stream]
     ) -> Mismatch | None:
-        """Compares tokens and finish reasons of solo streams in float32 with the reference. If the
-        runner under test computes in float32, these are the solo streams of the verifier."""
+        """Tokens and finish reasons of solo streams in float32; if the runner under test computes
+        in it, these are the solo streams of the verifier."""
         if check.make_core is not self.make_core:
             alone = self._play_alone(check, self.arrivals)
         takes = check.engine.takes
@@ -380,8 +375,7 @@ class Verifier:
     def _score_with_reference(
         self, check: ReferenceCheck, tolerance: float, result: VerifierResult
     ) -> Mismatch | None:
-        """Compares the log probabilities of solo streams with the reference's for the same tokens.
-        The mismatch, if the mean difference is too large, is the token with the largest one."""
+        """The mismatch, if the mean difference is too large, is the token with the largest one."""
         alone = self._play_alone(check, [*map(_with_logprobs, self.arrivals)])
         scored: list[_ScoredToken] = []
         for count, solo in enumerate(alone, 1):

@@ -16,12 +16,11 @@ NUM_LOGPROBS = 5
 LONGEST_SHORT_PROMPT = 224
 SHARED_PREFIX = 48
 
+# Tokens by which the longest prompt exceeds spans and windows; so it is no multiple of a span, a
+# block or a page.
 BEYOND = 215
-"""Tokens by which the longest prompt exceeds spans and windows; so it is no multiple of a span, a
-block or a page."""
 
-LONGEST_PROMPT = 2 * 512 + BEYOND
-"""Where the backend is not known."""
+LONGEST_PROMPT = 2 * 512 + BEYOND  # where the backend is not known
 
 
 def longest_prompt(span: int, windows: Iterable[int]) -> int:
@@ -70,7 +69,7 @@ class Arrival:
 
 
 def make_workload(shape: WorkloadShape) -> tuple[Arrival, ...]:
-    """Arrivals ordered by step: the first `rows` at step 0, the others over later steps."""
+    """Ordered by step: the first `rows` at step 0, the others over later steps."""
     rng = random.Random(shape.seed)  # noqa: S311  a workload, not a secret
     longest = min(LONGEST_SHORT_PROMPT, shape.context - shape.max_tokens)
     prefix = [rng.randrange(shape.vocab_size) for _ in range(min(SHARED_PREFIX, longest // 2))]
@@ -120,8 +119,7 @@ def _make_request(
     )
 
 
-EVERY = 3
-"""Of the prompts that can be thinned out, one of so many is not."""
+EVERY = 3  # of the prompts that can be thinned out, one of so many is not
 
 
 def with_sparse_prompts(arrivals: tuple[Arrival, ...], keep: float) -> tuple[Arrival, ...]:
@@ -151,18 +149,16 @@ def _sparse_of(request: Request, keep: float) -> SparsePrefill | None:
     return sparse if num_forced < sparse.num_kept_chunks(num_tokens) < count else None
 
 
+# Of images, in pixels; those are taken whose tokens are few enough.
 SIZES = (
     *((side, side) for side in (32, 64, 96, 160, 256, 448)),
     *((64, 32), (32, 64), (128, 48), (48, 128), (200, 120), (320, 200), (200, 320)),
 )
-"""Of images, in pixels; those are taken whose tokens are few enough."""
 
-MOST_OF_CONTEXT = 4
-"""An image takes no more than this part of the context, as a divisor."""
+MOST_OF_CONTEXT = 4  # an image takes no more than this part of the context, as a divisor
 
 NUM_IMAGES = 4
-SHARED_TOKENS = 5
-"""Before the image that several prompts begin with; fewer than a page has."""
+SHARED_TOKENS = 5  # before the image that several prompts begin with; fewer than a page has
 
 DigestOf = Callable[[bytes, ImagePart, bytes], bytes]
 
@@ -249,7 +245,7 @@ def has_turned_images(arrivals: Sequence[Arrival]) -> bool:
 
 
 def make_image_workload(arrivals: Sequence[Arrival], shape: ImageShape) -> tuple[Arrival, ...]:
-    """The arrivals, with images in six requests of seven; steps and options are kept."""
+    """With images in six requests of seven; steps and options are kept."""
     rng = random.Random(f"images {shape.seed}")  # noqa: S311  a workload, not a secret
     make = _Maker(shape, rng)
     kinds = (make.text, make.shared, make.behind, make.twice, make.first, make.turned, make.several)
@@ -294,7 +290,6 @@ class _Maker:
         return self._fit(self._shared, own, room)
 
     def behind(self, own: list[int], room: int) -> _Prompt:
-        """A further turn after an earlier one, at times with an image of its own."""
         turns = self._fit(self._turns, own[:20], room)
         image = self._rng.choice(self._images)
         if self._rng.random() < 0.5 and len(turns.token_ids) + len(image.token_ids) < room:
@@ -333,7 +328,7 @@ class _Maker:
         return num_tokens if num_tokens < size else num_tokens - (num_tokens + 1) % size
 
     def _fit(self, prompt: _Prompt, own: list[int], room: int) -> _Prompt:
-        """The prompt with as much text after it as fits, at least a token."""
+        """With as much text after it as fits, at least a token."""
         most = max(1, room - len(prompt.token_ids))
         return prompt.plus(own[:most] or [self._token()])
 
@@ -360,7 +355,7 @@ class _Maker:
         return self._rng.randbytes(part.num_bytes)
 
     def _placed(self, plan: ImagePlan, pixels: Sequence[bytes]) -> _Image:
-        """The pieces of a plan as tokens; each text is two of them."""
+        """As tokens; each text is two of them."""
         shape, tokens = self._shape, list[int]()
         places: dict[int, tuple[int, int]] = {}
         for piece in plan.pieces:
