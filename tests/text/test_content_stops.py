@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cadenza.events import Finished
-from cadenza.frontend.sample_output import SampleOutput
-from cadenza.text.answers.content_stops import ContentStops
+from cadenza.frontend.sample_output import ContentStops, SampleOutput
 from cadenza.text.answers.json_calls import GENERIC
 from cadenza.text.answers.part_parser import REASONING_FORMATS, PartParser, PartPlan
 from cadenza.text.answers.tool_calls import TOOL_FORMATS

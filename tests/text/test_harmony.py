@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cadenza.frontend.answers import AnswerParsers, AnswerPlan, AnswerPlanner, AskedAnswer, ToolUse
+from cadenza.frontend.sample_output import ContentStops
 from cadenza.structured import Constraint, ConstraintSpec
 from cadenza.text import Tokenizer
-from cadenza.text.answers.content_stops import ContentStops
 from cadenza.text.answers.harmony import (
     HARMONY,
     HARMONY_MARKS,

@@ -9,8 +9,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from cadenza.errors import InvalidRequestError
-from cadenza.text.answers.escaped_regex import Escapes
-from cadenza.text.answers.input_grammar import InputGrammar
+from cadenza.text.answers.input_grammar import Escapes, InputGrammar
 from cadenza.text.schemas.grammar import check_grammar
 
 TOKENS = LLTokenizer("byte")

@@ -13,8 +13,8 @@ from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.structured import ConstraintSpec, JsonStyle, StructuredOutput
 from cadenza.text.constraints.token_constraint import ConstraintCompiler, GrammarConstraint
 from cadenza.text.schemas.grammar import ARGUMENTS_STYLE, DEFAULT_STYLE, read_form
+from cadenza.text.schemas.json_rules import EmptyRangeError, number_terminal
 from cadenza.text.schemas.json_schema import without_looking
-from cadenza.text.schemas.schema_numbers import EmptyRangeError, number_terminal
 from cadenza.text.tokens.tokenizer import Tokenizer
 from tests.text.walks import accepts, walk
 

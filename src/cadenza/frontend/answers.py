@@ -18,14 +18,13 @@ from cadenza.text.answers.answer_grammar import (
     either_grammar,
     text_or_calls_grammar,
 )
-from cadenza.text.answers.escaped_regex import Escapes
 from cadenza.text.answers.harmony import (
     HARMONY,
     HarmonyFrame,
     message_calls,
     text_or_message_calls,
 )
-from cadenza.text.answers.input_grammar import arguments_of_written
+from cadenza.text.answers.input_grammar import Escapes, arguments_of_written
 from cadenza.text.answers.json_calls import DEEPSEEK_V3, DEEPSEEK_V31, GENERIC
 from cadenza.text.answers.part_parser import (
     REASONING_ALIASES,

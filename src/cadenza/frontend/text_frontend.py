@@ -41,7 +41,7 @@ from cadenza.frontend.prepared_request import (
     read_prompt,
 )
 from cadenza.frontend.receipts import with_receipt
-from cadenza.frontend.sample_output import SampleOutput
+from cadenza.frontend.sample_output import ContentStops, SampleOutput
 from cadenza.frontend.sampling_defaults import SamplingDefaults, facts_of
 from cadenza.frontend.sparse_prompts import SparsePrompts, places_in
 from cadenza.option import is_integer
@@ -56,7 +56,6 @@ from cadenza.text import (
     bad_word_token_ids,
     plan_decoder,
 )
-from cadenza.text.answers.content_stops import ContentStops
 from cadenza.text.answers.part_parser import MakeParser, PlacedParser
 from cadenza.text.schemas.grammar import (
     DEFAULT_STYLE,

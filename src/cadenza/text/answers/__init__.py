@@ -9,7 +9,6 @@ Modules:
 - `argument_schema`: what an argument may be; JSON as models write it
 - `part_parser`, `harmony`: parsers of answers with marks, and of gpt-oss's messages in channels
 - `answer_grammar`: grammars of whole answers
-- `content_stops`: stop strings in the content of an answer that has parts
 - `generic_tools`: tools as messages, for templates that have no place for them
-- `input_grammar`, `escaped_regex`: a custom tool's grammar, for its text as written within JSON
+- `input_grammar`: a custom tool's grammar, for its text as written within JSON
 """

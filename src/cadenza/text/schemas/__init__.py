@@ -4,9 +4,8 @@ Modules:
 
 - `json_schema`: JSON Schemas become grammars: bounds, formats, what is left out, which compiler
 - `schema_grammar`: our compiler of schemas: soft limits, levels of references
-- `json_rules`: JSON in Lark's notation, each body once; where blanks may stand
+- `json_rules`: JSON in Lark's notation, where blanks may stand, numbers within bounds
 - `schema_merge`: schemas as alternatives without `allOf`, `anyOf`, `oneOf` and `$ref`
-- `schema_numbers`: numbers within bounds as expressions
 - `grammar`: structured outputs as grammars, their bounds, and whether they can be followed
 - `grammar_worker`: checks grammars, and texts against schemas, in processes that can be killed
 - `schema_check`: whether a text is JSON of a schema, for keywords that no grammar holds

@@ -10,7 +10,14 @@ from contextlib import contextmanager, suppress
 from typing import cast
 
 from cadenza.structured import JsonStyle
-from cadenza.text.schemas.json_rules import MAX_COUNT, Extra, JsonRules
+from cadenza.text.schemas.json_rules import (
+    MAX_COUNT,
+    EmptyRangeError,
+    Extra,
+    JsonRules,
+    UnboundedDigitsError,
+    number_terminal,
+)
 from cadenza.text.schemas.schema_merge import (
     COMBINATIONS,
     CONSTRAINTS,
@@ -26,11 +33,6 @@ from cadenza.text.schemas.schema_merge import (
     satisfies_bounds,
     type_of,
     types_of,
-)
-from cadenza.text.schemas.schema_numbers import (
-    EmptyRangeError,
-    UnboundedDigitsError,
-    number_terminal,
 )
 
 _MAX_FRAMES = 650  # of Python's 1,000 for schemas within each other, references followed
