@@ -1,12 +1,13 @@
 """`StepDrafts`: when a step is scheduled only behind the newest tokens."""
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from cadenza.batch.batch import Batch, BatchEntry
 from cadenza.batch.sequence import Sequence
 from cadenza.batch.step_cost import StepCost
+from cadenza.drafting.draft_ledger import DraftGroup
 from cadenza.drafting.drafts import Drafting
 from cadenza.scheduler.draft_costs import FIRST_STEPS
 from cadenza.scheduler.draft_plan import chance_of, pace_of
@@ -30,13 +31,14 @@ class Asked:
     """A drafter whose drafts are worth their time, or not; `steps` in which it was asked."""
 
     answer: bool
+    num_rows: int = 2
     steps: list[int] = field(default_factory=list[int])
 
     def is_due(self, number: int) -> bool:
         return True
 
     def is_worth(self, sequences: SequenceOf[Sequence], step: DraftStep) -> bool:
-        assert step.load.num_tokens == step.load.num_logits == 2
+        assert (step.load.num_tokens, step.load.num_logits) == (2, self.num_rows)
         self.steps.append(step.number)
         return self.answer
 
@@ -209,6 +211,36 @@ def test_no_draft_is_tried_beside_a_prompt_before_one_was_measured() -> None:
     with_drafts.entries.append(BatchEntry(running[1], 1, 7, 3, 3, 0, drafts=(0, 0)))
     drafts.observe(with_drafts, StepDuration(4.4, None, COST, 0.0))
     assert num_drafts() == 4
+
+
+def test_part_of_a_prompt_is_no_row_where_drafts_are_planned_and_where_they_are_observed() -> None:
+    """Beside one decoding sequence, drafts are those of a step of one row. What a prompt attends to
+    is not theirs either: they would seem to cost four steps."""
+    drafter = Asked(answer=True, num_rows=1)
+    drafts, running = drafts_of(drafter), running_of(Drafting(source=None, most=4))
+    running[0].num_computed_tokens = 2
+    assert drafts.must_follow(running, 1, COST), "half a prompt is computed meanwhile"
+    assert drafter.steps == [1]
+    keys = replace(COST, key_ms=0.01)
+    for sequence in running:
+        sequence.num_pending_tokens = 0
+    running[0].token_ids += [0] * 2000
+    running[1].drafting = Drafting(source=Zeros(), most=4, acceptance=0.95)
+    running[1].num_computed_tokens = 7
+    measured = Batch(0, has_drafts=True)
+    measured.add(BatchEntry(running[1], 1, 7, 3, 3, 0, drafts=(0, 0)))
+    drafts.observe(measured, StepDuration(4.4, None, keys, 0.0))
+    part, row = BatchEntry(running[0], 0, 1900, 6, 0, 0), BatchEntry(running[1], 1, 7, 1, 1, 0)
+    drafts.extend([part, row], 100, 2, keys)
+    assert len(row.drafts) == 4, "as measured of one row"
+    batch = Batch(2, has_drafts=True)
+    row.num_new_tokens, row.num_choices, row.num_accepted = 5, 5, 2
+    batch.add(part)
+    batch.add(row)
+    drafts.observe(batch, StepDuration(500.0, None, keys, 0.0))
+    drafts.settle(batch)
+    assert drafts.ledger.account(DraftGroup("ngram"), 1).gain > 0.5
+    assert not drafts.ledger.account(DraftGroup("ngram"), 2).num_observed
 
 
 def test_a_sequence_has_as_many_drafts_as_are_worth_their_time() -> None:

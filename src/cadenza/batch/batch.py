@@ -73,11 +73,15 @@ class BatchEntry:
     def end(self) -> int:
         return self.start + self.num_new_tokens
 
+    @property
+    def samples(self) -> bool:
+        """Whether it reaches the sequence's last token; before its launch."""
+        return self.end == self.sequence.num_tokens
+
     def launch(self) -> None:
         """Counts its tokens, drafts among them, as launched; what it samples is known then."""
-        sequence, num_drafts = self.sequence, len(self.drafts)
-        end = self.start + self.num_new_tokens
-        if end == sequence.num_tokens:
+        sequence, num_drafts, end = self.sequence, len(self.drafts), self.end
+        if self.samples:
             self.num_choices = 1 + num_drafts
             sequence.num_pending_tokens += self.num_choices
         self.num_new_tokens += num_drafts

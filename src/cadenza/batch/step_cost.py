@@ -28,14 +28,6 @@ class StepLoad:
             num_keys=self.num_keys + num_keys(start, count),
         )
 
-    def without(self, start: int, count: int) -> "StepLoad":
-        """`count` tokens of one sequence from position `start`, each with a logit row."""
-        return StepLoad(
-            num_tokens=self.num_tokens - count,
-            num_logits=self.num_logits - count,
-            num_keys=self.num_keys - num_keys(start, count),
-        )
-
 
 def num_keys(start: int, count: int) -> int:
     return count * start + count * (count + 1) // 2

@@ -219,11 +219,8 @@ class StepDrafts(StepWork):
         measured_ms, idle_ms, cost, _ = duration
         if cost is None:
             return
-        num_drafts, base = 0, batch.load
-        for entry in batch.entries if batch.has_drafts else ():
-            count = len(entry.drafts)
-            num_drafts += count
-            base = base.without(entry.end - count, count)
+        base = _base_of(batch)
+        num_drafts = batch.num_choices - base.num_logits
         self._observe_drafts(batch, base, measured_ms, cost, idle_ms)
         if batch.num_prompt_rows or batch.has_quanta:
             return  # rows of logits that do not decode, or work items take time
@@ -249,7 +246,7 @@ class StepDrafts(StepWork):
             waited_ms = self._returns.note(batch.step_id).spent_ms or None
         if batch.num_prompt_rows or batch.has_quanta or not self._costs.has_base(base):
             # What the step would take without drafts is not known well enough.
-            measured_ms = known.base_ms + known.added_ms(batch.load.num_logits - base.num_logits)
+            measured_ms = known.base_ms + known.added_ms(batch.num_choices - base.num_logits)
         self._returns.observe(batch, base.num_logits, known, measured_ms, waited_ms)
 
     def settle(self, batch: Batch) -> None:
@@ -270,16 +267,17 @@ class StepDrafts(StepWork):
         a step: it counts probes."""
         has_source: list[Sequence] = []
         has_none: list[Sequence] = []
+        load = _load_of([(each.num_computed_tokens + 1, 1, _decodes(each)) for each in running])
         for sequence in running:
             drafting = sequence.drafting
             if drafting is None or not drafting.is_due(sequence.num_tokens):
                 continue
-            if not self._may_draft(drafting, len(running)):
+            if not self._may_draft(drafting, load.num_logits):
                 continue
             if sequence.constraint is not None and not num_row_masks(running):
                 continue
             if drafting.source is None:
-                if sequence.num_tokens - sequence.num_computed_tokens <= 1:
+                if _decodes(sequence):
                     has_none.append(sequence)
             elif sequence.num_pending_tokens:
                 has_source.append(sequence)
@@ -289,7 +287,6 @@ class StepDrafts(StepWork):
         ]
         if not due:
             return False
-        load = _load_of([(each, 1) for each in running])
         if self._costs.is_stale(load):
             return False  # a step that waited would not be measured
         step = self._step(number, load, running, cost)
@@ -311,12 +308,12 @@ class StepDrafts(StepWork):
             return
         room = self._max_num_tokens - sum([entry.num_new_tokens for entry in entries])
         room = min(room, num_rows)
+        load = _load_of([(each.end, each.num_new_tokens, each.samples) for each in entries])
         slots = [
             slot
             for slot in _slots(entries, room)
-            if cost is None or self._may_draft(slot.drafting, len(entries))
+            if cost is None or self._may_draft(slot.drafting, load.num_logits)
         ]
-        load = _load_of([(entry.sequence, entry.num_new_tokens) for entry in entries])
         if not slots or self._costs.is_stale(load):
             return
         has_prompts = load.num_tokens > load.num_logits
@@ -331,7 +328,7 @@ class StepDrafts(StepWork):
         self._sources.propose(has_source, step)
         if drafter is not None and has_none:
             groups = {slot.drafting.group for slot in has_none}
-            step.accounts = {each: self.ledger.account(each, len(entries)) for each in groups}
+            step.accounts = {each: self.ledger.account(each, load.num_logits) for each in groups}
             drafter.propose(has_none, step)
             self._returns.note(number).spent = step.spent
 
@@ -374,9 +371,25 @@ def _has_undecided_mask(sequence: Sequence) -> bool:
     return sequence.constraint is not None and sequence.num_pending_tokens > 0
 
 
-def _load_of(shares: SequenceOf[tuple[Sequence, int]]) -> StepLoad:
+def _decodes(sequence: Sequence) -> bool:
+    """Whether its newest token is next, and no part of its prompt."""
+    return sequence.num_tokens - sequence.num_computed_tokens <= 1
+
+
+def _base_of(batch: Batch) -> StepLoad:
+    """What a launched step would have been without its drafts."""
+    if batch.num_tokens == batch.num_choices and not batch.has_drafts:
+        return batch.load
+    ends = [(each.end - len(each.drafts), each) for each in batch.entries]
+    return _load_of([(end, end - each.start, each.num_choices > 0) for end, each in ends])
+
+
+def _load_of(shares: SequenceOf[tuple[int, int, bool]]) -> StepLoad:
+    """Of entries that compute so many tokens up to an end, and whether they then sample. Only those
+    are rows: what a prompt's part costs says nothing of drafts."""
+    ends = [end for end, _, samples in shares if samples]
     return StepLoad(
-        num_tokens=sum([count for _, count in shares]),
-        num_logits=len(shares),
-        num_keys=sum([sequence.num_computed_tokens for sequence, _ in shares]),
+        num_tokens=sum([count for _, count, _ in shares]),
+        num_logits=len(ends),
+        num_keys=sum(ends),
     )
