@@ -159,11 +159,21 @@ DEAR_TO_CATCH_UP = anything(
     None,
 )
 """A prompt is taken to cost the second model next to nothing, and takes it ten steps."""
+DEAR_TO_CATCH_UP_AGAIN = anything(
+    Machine(num_free=5, token_ms=2.722, host_ms=0.32, believed=1.621),
+    Machine(read_ms=2.1, token_ms=0.92),
+    3,
+    75,
+    [0.0],
+    None,
+)
+"""Likewise; what it took the first time is to be believed the second time."""
 
 
 @given(ANYTHING)
 @example(DEAR_BESIDE_PROMPTS)
 @example(DEAR_TO_CATCH_UP)
+@example(DEAR_TO_CATCH_UP_AGAIN)
 @settings(max_examples=4)
 def test_whatever_the_costs_and_however_acceptance_changes_no_more_is_lost(case: Case) -> None:
     num_rows = case.phases[0].num_rows
@@ -205,7 +215,7 @@ def test_a_request_that_asks_gets_its_gain_beside_others_whose_drafts_never_stay
     some = replace(ONE_OF_EIGHT.some, asks=False)
     unasked, beside = stream_ratios(replace(ONE_OF_EIGHT, some=some))
     assert asking > 2.3
-    assert unasked < 1.5, "on one account with the others, whose failures end its drafts"
+    assert unasked < 0.8 * asking, "on one account with the others, whose failures end its drafts"
     assert others > max(0.985, beside - 0.005), "its trials are not at their cost"
 
 

@@ -216,6 +216,33 @@ def test_a_second_model_computes_little_of_a_prompt_before_more_was_measured() -
     assert engine.draft_counts.num_accepted_tokens > 0
 
 
+def test_what_a_second_model_takes_for_prompts_is_believed_once_it_was_measured() -> None:
+    """A token of one is taken to cost a thousandth of a step, and costs half a step. Drafts behind
+    short prompts have saved enough to compute long ones."""
+    now_s, sizes = 0.0, list[int]()
+
+    class Timed(FakeRunner):
+        def launch(self, inputs: ModelInputs) -> FakeStepHandle:
+            count, is_long = inputs.num_tokens, inputs.num_tokens > LEAST_CATCH_UP
+            if self is second and is_long:
+                sizes.append(count)
+
+            def read() -> None:
+                nonlocal now_s
+                now_s += 0.01 if self is not second else 0.005 * count if is_long else 1e-4
+
+            return FakeStepHandle(super().launch(inputs).output, read)
+
+    target, second = fake_of(LIMITS, Timed), fake_of(LIMITS, Timed)
+    engine = engine_with(second, cost=CHEAP, target=target, step_cost=DEAR, clock=lambda: now_s)
+    for size in (3, 4, 5):
+        ask(engine, size, max_tokens=80)
+    sizes.clear()
+    for size in range(60, 80):
+        ask(engine, size, max_tokens=20)
+    assert len(sizes) == 1
+
+
 def test_a_request_without_drafts_runs_beside_others() -> None:
     engine = engine_with(fake_of())
     params = {"max_tokens": 60, "ignore_eos": True}

@@ -41,6 +41,10 @@ MORE_TOKENS = 2
 far more take is told only by a cost that may be wrong, and would be a loss of many steps."""
 
 CORRECTION = 0.1
+CORRECTION_OF_PROMPTS = 0.5
+"""After their first measured price, which is taken as it is: how few tokens a prompt is computed in
+is bounded by it, and each attempt at a wrong one is a loss of many steps."""
+
 MAX_FAILURES = 3
 
 
@@ -147,6 +151,7 @@ class ModelDrafter:
         self._contents: dict[int, bytes] = {}
         """The keys of the pages whose KV the second model has computed."""
         self._scale = 1.0
+        self._prompt_scale: float | None = None
         self._most_measured = 0
         """Tokens of a step."""
         self._rests_until = 0
@@ -161,6 +166,12 @@ class ModelDrafter:
     def _cost(self) -> StepCost | None:
         cost = self._model.cost
         return None if cost is None else cost.scaled(self._scale)
+
+    @property
+    def _prompt_cost(self) -> StepCost | None:
+        """Of tokens that it lacks: many in a step are another matter than one of each row."""
+        cost = self._model.cost
+        return None if cost is None else cost.scaled(self._prompt_scale or self._scale)
 
     def is_worth(self, sequences: SequenceOf[Sequence], step: DraftStep) -> bool:
         cost = self._cost
@@ -186,7 +197,8 @@ class ModelDrafter:
             self._rests_until = step.number + REST_STEPS
             return
         start_s = self._clock()
-        missing_ms = [_catch_up_ms(row, self._cost) for row in rows]
+        before = self._prompt_cost
+        missing_ms = [_catch_up_ms(row, before) for row in rows]
         try:
             self._draft(rows, catch_up)
         except Exception:
@@ -195,7 +207,7 @@ class ModelDrafter:
             self._reset()
             return
         finally:
-            step.spent = _spent(rows, missing_ms, 1000 * (self._clock() - start_s), self._cost)
+            step.spent = _spent(rows, missing_ms, 1000 * (self._clock() - start_s), before)
         for row in rows:
             row.entry.drafts = tuple(row.drafts)
             if row.drafts and row.ahead is not None:
@@ -247,22 +259,22 @@ class ModelDrafter:
         """Sets how many drafts each row tries; returns how many missing tokens may be computed
         beside one of each."""
         budget = self._model.limits.max_num_batched_tokens - len(rows)
-        cost = self._cost
-        if step.cost is None or cost is None:
+        cost, prompt_cost = self._cost, self._prompt_cost
+        if step.cost is None or cost is None or prompt_cost is None:
             return budget
         plan = step.plan([(row.sequence, row.count) for row in rows], cost)
         catch_up_ms: dict[DraftGroup, float] = {}
         for row, count in zip(rows, plan.counts, strict=True):
             row.count = count
-            more_ms = catch_up_ms.get(row.group, 0.0) + _catch_up_ms(row, cost)
-            if count and _pays(row, plan, cost) and _is_affordable(more_ms, row.group, step):
+            more_ms = catch_up_ms.get(row.group, 0.0) + _catch_up_ms(row, prompt_cost)
+            if count and _pays(row, plan, prompt_cost) and _is_affordable(more_ms, row.group, step):
                 catch_up_ms[row.group] = more_ms
             elif count:
                 row.count = 0
                 assert row.sequence.drafting is not None
                 row.sequence.drafting.resumes_at = len(row.sequence.token_ids) + PAUSE_TOKENS
         # As long as the step itself: streams wait at most twice as long meanwhile.
-        in_time = int(step.cost.base_ms / cost.token_ms)
+        in_time = int(step.cost.base_ms / prompt_cost.token_ms)
         most = min(in_time, MORE_TOKENS * self._most_measured)
         return min(budget, max(LEAST_CATCH_UP, most))
 
@@ -341,10 +353,20 @@ class ModelDrafter:
 
     def _observe(self, loads: list[StepLoad], measured_ms: float) -> None:
         cost = self._model.cost
-        if cost is not None:
-            ratio = measured_ms / sum(cost.predict_ms(load) for load in loads)
-            self._scale += CORRECTION * (min(4.0, max(0.25, ratio)) - self._scale)
-            self._most_measured = max(self._most_measured, *[load.num_tokens for load in loads])
+        if cost is None:
+            return
+        first, known_ms = loads[0], sum([cost.predict_ms(load) for load in loads])
+        num_missing = first.num_tokens - first.num_logits
+        if num_missing < LEAST_CATCH_UP:
+            ratio = min(4.0, max(0.25, measured_ms / known_ms))
+            self._scale += CORRECTION * (ratio - self._scale)
+        else:
+            drawing = StepLoad(num_tokens=first.num_logits, num_logits=first.num_logits)
+            missing_ms = cost.predict_ms(first) - cost.predict_ms(drawing)
+            ratio = (measured_ms - self._scale * (known_ms - missing_ms)) / missing_ms
+            known = ratio if self._prompt_scale is None else self._prompt_scale
+            self._prompt_scale = max(0.1, known + CORRECTION_OF_PROMPTS * (ratio - known))
+        self._most_measured = max(self._most_measured, *[load.num_tokens for load in loads])
 
     def _reset(self) -> None:
         self._packer.forget_rows()
