@@ -81,8 +81,9 @@ def call_of(num_prompts: int, submit: Callable[..., Any]) -> tuple[OpenCall, Ten
     text = SimpleNamespace(
         unenforced_schema=lambda _: None, sample_output=lambda *given: SampleOutput(given[1], None)
     )
+    serving = SimpleNamespace(submit=lambda given, *, kind, on_news: submit(given, on_news))
     model: Any = SimpleNamespace(
-        submit=submit, waiting=queue, engine=engine, system_fingerprint=None, text=text
+        serving=serving, waiting=queue, engine=engine, fingerprint=lambda: None, text=text
     )
     use = Tenants(TenantFile(), ServedCounts(), lambda: 0.0).use("")
     return OpenCall([prepared] * num_prompts, model, use), use

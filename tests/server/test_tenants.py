@@ -195,8 +195,8 @@ class Clocked:
 
 def test_the_time_in_a_refusal_is_that_of_the_slower_bucket() -> None:
     clocked = Clocked(requests_per_minute=2.0, tokens_per_minute=600.0)
-    clocked.one.take(600)
-    clocked.one.take(0)
+    clocked.one.take(requests=1, tokens=600)
+    clocked.one.take(requests=1, tokens=0)
     assert clocked.refusal(0.0) == 30  # a request; a token comes after 0.1 s
     assert clocked.refusal(0.0, 400) == 40
     assert clocked.refusal(29.5) == 1
@@ -206,8 +206,8 @@ def test_the_time_in_a_refusal_is_that_of_the_slower_bucket() -> None:
 
 def test_an_answer_is_paid_for_later_and_a_refused_call_uses_nothing() -> None:
     clocked = Clocked(tokens_per_minute=60.0)
-    clocked.one.take(30)
-    clocked.one.take_answer(90)
+    clocked.one.take(requests=1, tokens=30)
+    clocked.one.take(tokens=90)
     for _ in range(5):
         assert clocked.refusal(0.0) == 61
     assert clocked.refusal(61.0) is None
@@ -216,13 +216,13 @@ def test_an_answer_is_paid_for_later_and_a_refused_call_uses_nothing() -> None:
 def test_a_prompt_larger_than_the_bucket_waits_until_it_is_full() -> None:
     clocked = Clocked(tokens_per_minute=60.0)
     assert clocked.refusal(0.0, 1000) is None
-    clocked.one.take(1000)
+    clocked.one.take(requests=1, tokens=1000)
     assert clocked.refusal(0.0, 1) == math.ceil(940 + 1)
 
 
 def test_tenants_have_buckets_and_places_of_their_own() -> None:
     clocked = Clocked(requests_per_minute=1.0)
-    clocked.one.take(0)
+    clocked.one.take(requests=1, tokens=0)
     assert clocked.refusal(0.0) == 60
     clocked.other.check_rates(0)
     places = Clocked(queue_share=0.25).tenants

@@ -91,7 +91,7 @@ class Generation:
                 try:
                     await exchange.while_connected(serving)
                 finally:
-                    use.take_answer(record.usage.completion_tokens)
+                    use.take(tokens=record.usage.completion_tokens)
         except (ClientDisconnected, asyncio.CancelledError):
             rest = "abort"
             raise
@@ -207,12 +207,12 @@ class Generation:
             record.trace.take(prepared, model.name)
         num_tokens = sum(len(each.request.prompt_token_ids) for each in prepared)
         use.check_rates(num_tokens)
-        call = OpenCall(prepared, model, use)
         try:
+            call = OpenCall(prepared, model, use)
             call.submit_next()
         except CadenzaError as error:
             raise model.error_of(error) from error
-        use.take(num_tokens)
+        use.take(requests=1, tokens=num_tokens)
         record.start(prepared)
         return call
 

@@ -104,7 +104,7 @@ class ServedModel:
         self.is_refusing = False
         """The server is shutting down."""
         self._make_engine = make_engine
-        self._engine = make_engine(None)
+        self.engine = make_engine(None)
         self._serving: AsyncEngine | None = None
         self._is_spent = False
         self.keeps_limits = True
@@ -120,13 +120,9 @@ class ServedModel:
         return self.names.first
 
     @property
-    def engine(self) -> ServedEngine:
-        return self._engine
-
-    @property
     def request_check(self) -> RequestCheck | None:
         """The engine's check of requests; None until it has been loaded once."""
-        return self._engine.status().request_check or self._known
+        return self.engine.status().request_check or self._known
 
     @property
     def limits(self) -> EngineLimits | None:
@@ -136,18 +132,18 @@ class ServedModel:
     @property
     def engine_state(self) -> EngineState:
         """As errors name it: draining once new calls are refused, whatever the engine's own is."""
-        return "draining" if self.is_refusing else self._engine.status().state
+        return "draining" if self.is_refusing else self.engine.status().state
 
     def stats(self) -> EngineStats | None:
-        return None if self._serving is None else self._engine.stats()
+        return None if self._serving is None else self.engine.stats()
 
     def start(self) -> None:
         """Starts the engine, which then loads. On the event loop to which its streams belong."""
         assert self._serving is None, "it is stopped before it is started again"
         if self._is_spent:
-            self._engine = self._make_engine(self.limits if self.keeps_limits else None)
+            self.engine = self._make_engine(self.limits if self.keeps_limits else None)
         self._is_spent = self.keeps_limits = True
-        self._serving = AsyncEngine(self._engine, self.text, self.fingerprint, self.live)
+        self._serving = AsyncEngine(self.engine, self.text, self.fingerprint, self.live)
         self._serving.start()
 
     async def stop(self) -> None:
@@ -166,7 +162,7 @@ class ServedModel:
 
     def check_ready(self) -> RequestCheck:
         """The engine's check of requests. Raises ApiError (503) where it is not ready."""
-        status = self._engine.status()
+        status = self.engine.status()
         if not status.is_ready:
             self.counts.reject("unavailable")
             raise unavailable(UNAVAILABLE_CODES[status.state], status.retry_after_s)
@@ -181,15 +177,11 @@ class ServedModel:
         """The engine's, as of the last admission of a call; None before it, or if it is unknown."""
         return self._fingerprint
 
-    @property
-    def system_fingerprint(self) -> str | None:
-        return None if self._fingerprint is None else self._fingerprint.digest
-
     def check_room(self) -> None:
         """Raises ApiError (429) where as many requests are open as are allowed."""
         assert self._known is not None, "there is room in an engine that is ready"
         room = self._known.limits.max_num_open_reqs
-        if not self._engine.load().has_room(room - self._num_preparing):
+        if not self.engine.load().has_room(room - self._num_preparing):
             self.counts.reject("queue_full")
             raise queue_full(
                 message=f"{room} requests are open, the most that --max-num-queued-reqs and "
@@ -198,7 +190,7 @@ class ServedModel:
 
     def check_turn(self, tenant: Tenant, priority: int) -> None:
         """Raises ApiError (429) where a request of the tenant would start too late."""
-        refusal = self._engine.refusal(tenant, priority)
+        refusal = self.engine.refusal(tenant, priority)
         if refusal is not None:
             self.counts.reject("queue_too_long")
             raise queue_error(refusal)
@@ -213,18 +205,19 @@ class ServedModel:
         finally:
             self._num_preparing -= 1
 
-    def submit(self, prepared: PreparedRequest, on_update: Callable[[], None]) -> OutputStream:
-        """Submits a prompt; `on_update` is called when it has new output. Raises CadenzaError."""
-        if self._serving is None:  # the server stopped it while the prompt was tokenised
+    @property
+    def serving(self) -> AsyncEngine:
+        """Raises EngineClosedError: it was stopped, perhaps while a prompt was tokenised."""
+        if self._serving is None:
             raise EngineClosedError(f"{self.name} is stopped")
-        return self._serving.submit(prepared, kind="delta", on_news=on_update)
+        return self._serving
 
     def has_room(self, num_tokens: int, *, is_further: bool) -> bool:
         """Whether a prompt of a call may enter the engine's queue. A call's only prompt there may
         take any place; a further one enters only while half of the places and of the tokens are
         free, and few requests are open for each row, so that there is always room for other calls,
         and a short wait."""
-        limits, load = self.limits, self._engine.load()
+        limits, load = self.limits, self.engine.load()
         assert limits is not None, "prompts wait only where an engine has taken some"
         most_reqs, most_tokens = limits.max_num_open_reqs, limits.max_num_queued_tokens
         if is_further:
@@ -234,11 +227,6 @@ class ServedModel:
             most_reqs = max(min(most_reqs // 2, busy), rows)
             most_tokens //= 2
         return load.has_room(most_reqs) and load.has_tokens(num_tokens, most_tokens)
-
-    @property
-    def is_restarting(self) -> bool:
-        """The engine refuses prompts only until it is ready again."""
-        return self._engine.status().state == "restarting"
 
     def error_of(self, error: CadenzaError) -> ApiError:
         return error_of(error, self.engine_state)
@@ -258,7 +246,8 @@ class OpenCall:
         self._num_further = 0
         self.num_unfinished = len(prepared)
         self._waiting = deque(enumerate(prepared))
-        self._whole_fingerprint = model.system_fingerprint
+        self._serving = model.serving
+        self._whole_fingerprint = model.fingerprint()
         self._to_thin: dict[int, OutputProcessor | None] = {
             index: None for index, each in self._waiting if each.request.sparse_prefill is not None
         }
@@ -301,11 +290,11 @@ class OpenCall:
         """A pruned prompt's if one of the call's is; None while that, or the engine's, is not
         known."""
         whole = self._whole_fingerprint
-        if not self._to_thin or whole is None:
-            return whole
+        if whole is None:
+            return None
         found = [None if each is None else each.fingerprint for each in self._to_thin.values()]
         thinned = [each.digest for each in found if each is not None and each.sparse_prefill]
-        return thinned[0] if thinned else None if None in found else whole
+        return thinned[0] if thinned else None if None in found else whole.digest
 
     @property
     def next_prompt(self) -> PreparedRequest | None:
@@ -313,10 +302,11 @@ class OpenCall:
 
     def submit_next(self) -> None:
         """Submits the next prompt, which stays the next one where it raises CadenzaError."""
-        place, prepared = self._waiting[0]
-        stream = self._streams[place] = self._model.submit(prepared, self.notify)
-        if place in self._to_thin:
-            self._to_thin[place] = stream.processor
+        index, prepared = self._waiting[0]
+        stream = self._serving.submit(prepared, kind="delta", on_news=self.notify)
+        self._streams[index] = stream
+        if index in self._to_thin:
+            self._to_thin[index] = stream.processor
         self._waiting.popleft()
         self._count_further()
 
@@ -461,7 +451,8 @@ class PromptQueue:
             except QueueFullError:
                 return
             except CadenzaError as error:
-                if isinstance(error, EngineUnavailableError) and self._model.is_restarting:
+                state = self._model.engine.status().state
+                if isinstance(error, EngineUnavailableError) and state == "restarting":
                     self._fill_later()
                     return
                 call.fail(self._model.error_of(error))

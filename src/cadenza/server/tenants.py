@@ -210,14 +210,8 @@ class TenantUse:
             unit = "second" if seconds == 1 else "seconds"
             raise rate_limited(rate=longest, seconds=seconds, unit=unit)
 
-    def take(self, num_prompt_tokens: int) -> None:
-        self._take(requests=1, tokens=num_prompt_tokens)
-
-    def take_answer(self, num_tokens: int) -> None:
-        """A call's answer has ended; its tokens are taken even beyond the rate."""
-        self._take(tokens=num_tokens)
-
-    def _take(self, **amounts: int) -> None:
+    def take(self, **amounts: int) -> None:
+        """Requests and tokens, even beyond the rates: an answer's are known when it has ended."""
         for name in self._buckets.keys() & amounts.keys():
             self._buckets[name].take(amounts[name], self._clock())
 
