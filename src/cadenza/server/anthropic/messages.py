@@ -132,9 +132,7 @@ class MessagesBody(ThinkingSwitches):
         asked = self.tool_choice or _AUTO
         return tool_use(self.tools, asked.choice, is_parallel=asked.is_parallel)
 
-    @cached_property
-    def asked(self) -> AskedThinking:
-        """Raises ApiError (400)."""
+    def own_thinking(self) -> dict[str, AskedThinking]:
         own: dict[str, AskedThinking] = {}
         if self.output_config is not None:
             own["output_config"] = AskedThinking(effort=self.output_config.effort)
@@ -142,7 +140,7 @@ class MessagesBody(ThinkingSwitches):
             own["thinking"] = AskedThinking(
                 is_on=self.thinking.type != "disabled", max_tokens=self.thinking.budget_tokens
             )
-        return self.asked_thinking(own)
+        return own
 
     @property
     def form(self) -> StructuredOutput | None:

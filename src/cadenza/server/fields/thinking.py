@@ -3,6 +3,7 @@ refused; an effort never asks for more than the model gives."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from cadenza.server.errors import invalid_value
@@ -135,9 +136,18 @@ class ThinkingSwitches(Body):
     separate_reasoning: Field[Any] = unsupported("reasoning in the content", True)
     stream_reasoning: Field[Any] = unsupported("reasoning at once at its end", True)
 
+    def own_thinking(self) -> dict[str, AskedThinking]:
+        """What the body's own fields ask for, by their names."""
+        budget = self.values.get("thinking_token_budget")
+        return {"thinking_token_budget": AskedThinking(max_tokens=budget)}
+
+    @cached_property
+    def asked(self) -> AskedThinking:
+        """Raises ApiError: (400) two fields ask for different things."""
+        return self.asked_thinking(self.own_thinking())
+
     def asked_thinking(self, own: Mapping[str, AskedThinking]) -> AskedThinking:
-        """What all fields ask for together. `own`: what the body's own fields ask for, by their
-        names. Raises ApiError: (400) two of them ask for different things."""
+        """What all fields ask for together. Raises as `asked`."""
         effort = AskedThinking(effort=self.values.get("reasoning_effort"))
         asked = {"reasoning_effort": effort, **own, **self._switches()}
         return AskedThinking(

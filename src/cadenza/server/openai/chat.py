@@ -2,7 +2,6 @@
 next to the choices."""
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any
 
 from cadenza.frontend.prepared_request import ChatPrompt
@@ -28,7 +27,6 @@ from cadenza.server.fields.thinking import (
     BUDGET_HELP,
     VERBOSITY,
     VERBOSITY_HELP,
-    AskedThinking,
     ThinkingSwitches,
 )
 from cadenza.server.fields.tools import chat_tool_choice, chat_tools, is_custom, text_of_input
@@ -76,12 +74,6 @@ class ChatRequest(ConversationBody, ThinkingSwitches, TopLogprobsBody, ChoicesRe
     add_special_tokens = unsupported("special tokens around a conversation", False)
     return_prompt_text = unsupported("the prompt's text in the answer", False)
 
-    @cached_property
-    def asked(self) -> AskedThinking:
-        """Raises ApiError (400)."""
-        budget = AskedThinking(max_tokens=self.thinking_token_budget)
-        return self.asked_thinking({"thinking_token_budget": budget})
-
     def check_fields(self) -> None:
         self.check_logprobs()
         _ = self.template_kwargs(), self.asked, self.use
@@ -116,13 +108,7 @@ class ChatEncoder(ChunkEncoder):
     def __init__(self, head: AnswerHead, request: ChatRequest) -> None:
         super().__init__(head, request)
         self._request = request
-        # Copies of what is read for every token.
-        self._num_top_logprobs = request.num_top_logprobs
-        self._shows_ids = request.return_token_ids
         self._custom = {tool.name for tool in request.tools or () if is_custom(tool)}
-        # If so, a token is shown even if it adds no text.
-        self._shows_tokens = self._num_top_logprobs is not None or self._shows_ids
-        self._begun: set[int] = set()
         self._num_calls: dict[int, int] = {}
 
     def begin(self, index: int) -> ChoiceObject | None:
@@ -137,12 +123,7 @@ class ChatEncoder(ChunkEncoder):
             delta = self._delta(index, output.parts)
         else:
             delta = {"content": output.text} if output.text else {}
-        shows_something = (
-            delta or output.finish_reason is not None or (self._shows_tokens and output.token_ids)
-        )
-        if index not in self._begun:
-            self._begun.add(index)
-        elif not shows_something:
+        if not self.shows(index, delta, output):
             return None
         choice: ChoiceObject = {
             "index": index,

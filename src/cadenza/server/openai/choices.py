@@ -77,6 +77,12 @@ class ChunkEncoder(StreamEncoder):
 
     def __init__(self, head: AnswerHead, body: ChoicesRequest) -> None:
         super().__init__(head)
+        # Copies of what is read for every token.
+        self._num_top_logprobs = body.num_top_logprobs
+        self._shows_ids = body.return_token_ids
+        # If so, a token is shown even if it adds no text.
+        self._shows_tokens = self._num_top_logprobs is not None or self._shows_ids
+        self._begun: set[int] = set()
         asked = body.stream_options or StreamOptions({})
         self._n, self._num_choices = body.n, body.num_prompts * body.n
         self._include_usage = asked.include_usage
@@ -104,6 +110,14 @@ class ChunkEncoder(StreamEncoder):
     def whole_choice(
         self, index: int, output: CompletionOutput, request: RequestOutput
     ) -> ChoiceObject: ...
+
+    def shows(self, index: int, content: object, output: CompletionOutput) -> bool:
+        """Whether a part with this content is sent; the first one of a choice always is."""
+        if index not in self._begun:
+            self._begun.add(index)
+            return True
+        has_tokens = self._shows_tokens and output.token_ids
+        return bool(content or output.finish_reason is not None or has_tokens)
 
     def about_prompt(self, request: PromptInfo | None) -> dict[str, Any] | None:
         """The fields next to the choices; None while not all are known; without values if `request`

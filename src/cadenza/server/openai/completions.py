@@ -81,11 +81,6 @@ class CompletionEncoder(ChunkEncoder):
     def __init__(self, head: AnswerHead, request: CompletionRequest) -> None:
         super().__init__(head, request)
         self._request = request
-        # Copies of what is read for every token.
-        self._num_top_logprobs = request.num_top_logprobs
-        self._shows_ids = request.return_token_ids
-        # If so, a token is shown even if it adds no text.
-        self._shows_tokens = self._num_top_logprobs is not None or self._shows_ids
         self._shows_prompt_logprobs = request.prompt_logprobs is not None
         self._text = head.text
         self._offsets: dict[int, int] = {}
@@ -93,15 +88,8 @@ class CompletionEncoder(ChunkEncoder):
     def part(
         self, index: int, output: CompletionOutput, request: PromptInfo
     ) -> ChoiceObject | None:
-        is_first = index not in self._offsets
-        shows_something = (
-            output.text
-            or output.finish_reason is not None
-            or (self._shows_tokens and output.token_ids)
-        )
-        if is_first:
-            self._offsets[index] = 0
-        elif not shows_something:
+        is_first = index not in self._begun
+        if not self.shows(index, output.text, output):
             return None
         is_echoed = is_first and self._request.echo
         choice: ChoiceObject = {
@@ -139,7 +127,7 @@ class CompletionEncoder(ChunkEncoder):
     def _logprobs(
         self, index: int, ids: Sequence[int], entries: Sequence[LogprobEntry | None]
     ) -> dict[str, Any]:
-        offsets, tokens = [self._offsets[index]], list[str]()
+        offsets, tokens = [self._offsets.get(index, 0)], list[str]()
         for token_id, entry in zip(ids, entries, strict=True):
             text = self._text_of(token_id, entry)
             offsets.append(offsets[-1] + len(text))

@@ -121,17 +121,15 @@ class ResponseRequest(ThinkingSwitches, LabelledBody, GenerationRequest):
     def form_field(self) -> str | None:
         return None if self.form is None else "text"
 
-    @cached_property
-    def asked(self) -> AskedThinking:
-        """Raises ApiError (400)."""
-        own = {"thinking_token_budget": AskedThinking(max_tokens=self.thinking_token_budget)}
+    def own_thinking(self) -> dict[str, AskedThinking]:
+        own = super().own_thinking()
         if self.reasoning is not None:
             own["reasoning"] = AskedThinking(
                 is_on=self.reasoning.enabled,
                 effort=self.reasoning.effort,
                 max_tokens=self.reasoning.max_tokens,
             )
-        return self.asked_thinking(own)
+        return own
 
     def check_together(self, limits: ServerLimits) -> None:
         self._max_referred_bytes = limits.max_body_bytes
