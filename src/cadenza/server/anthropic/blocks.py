@@ -5,6 +5,7 @@ built is refused by its name."""
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
+from cadenza.media.image_input import ImageInput
 from cadenza.request import show
 from cadenza.server.calls.conversation import (
     PART_TEXT,
@@ -24,13 +25,13 @@ from cadenza.server.fields.body import (
     unsupported,
 )
 from cadenza.server.fields.images import (
+    IMAGE_BASE64,
+    IMAGE_URL,
     Content,
-    ImageBlock,
     Part,
     content_of,
     content_parts,
     has_images,
-    image_of_block,
 )
 from cadenza.server.fields.messages import MAX_MESSAGES
 from cadenza.server.fields.structured import structured_of
@@ -44,6 +45,7 @@ from cadenza.server.fields.types import (
     String,
     anything,
     array_schema,
+    checked_dict,
     checked_list,
     field_type,
     members_of,
@@ -68,6 +70,54 @@ SERVER_BLOCKS = (
 """The blocks of tools that a server runs, as the history of another server may have them."""
 
 _ID = String(min_chars=1, max_chars=256)
+
+
+MEDIA_TYPES = ("image/jpeg", "image/png", "image/gif", "image/webp")
+
+
+class _Base64Source(DeclaredObject):
+    is_open = True
+    type = required(OneOf(("base64",)))
+    media_type = required(OneOf(MEDIA_TYPES))
+    data = required(IMAGE_BASE64)
+
+
+class _UrlSource(DeclaredObject):
+    is_open = True
+    type = required(OneOf(("url",)))
+    url = required(IMAGE_URL)
+
+
+_SOURCES: Mapping[str, type[DeclaredObject]] = {"base64": _Base64Source, "url": _UrlSource}
+
+
+@field_type(lambda: {"anyOf": [source.object_schema() for source in _SOURCES.values()]})
+def image_source(name: str, value: object) -> str:
+    """`source` of a block, checked into a URL."""
+    kind = checked_dict(name, value).get("type")
+    if kind == "file":
+        raise not_built(name, "an uploaded file", advice="send base64 or a url")
+    declared = _SOURCES.get(kind) if isinstance(kind, str) else None
+    if declared is None:
+        raise refuse(name, value, f"an object of one of the types {', '.join(_SOURCES)}")
+    found = ObjectOf(declared).check(name, value).values
+    if kind == "url":
+        return found["url"]
+    return f"data:{found['media_type']};base64,{found['data']}"
+
+
+class ImageBlock(DeclaredObject):
+    """A block of /v1/messages that has an image."""
+
+    is_open = True
+    type = required(OneOf(("image",)))
+    source = required(image_source, "Its bytes as base64, or an https: URL of an allowed host.")
+    more = labels("cache_control")
+
+
+def image_of_block(name: str, where: str, block: object) -> ImageInput:
+    """Raises ApiError (400)."""
+    return ImageInput(url=ObjectOf(ImageBlock).check(name, block).values["source"], where=where)
 
 
 class _Block(DeclaredObject):

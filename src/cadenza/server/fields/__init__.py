@@ -10,7 +10,7 @@ Modules:
 - `other_engines`: the table of other engines' fields that change an answer
 - `sampling`: prompts, and the members that all generating endpoints share
 - `messages`: chat messages
-- `images`: images in the messages of all APIs
+- `images`: images in messages
 - `structured`: fields that ask for a form of the answer
 - `thinking`: fields that turn reasoning on and off and bound it
 - `tools`: tools of all APIs, and the choice among them

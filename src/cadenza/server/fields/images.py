@@ -1,5 +1,5 @@
-"""Images in bodies: each API's parts, checked into `ImageInput`s; URLs and base64 stay until the
-whole request is known. Invariant: an image's place in the body is known, for errors."""
+"""Images in messages of chats and responses, checked into `ImageInput`s; URLs and base64 stay until
+the whole request is known. Invariant: an image's place in the body is known, for errors."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
@@ -12,7 +12,6 @@ from cadenza.server.fields.types import (
     Schema,
     String,
     Unsupported,
-    checked_dict,
     field_type,
     members_of,
     refuse,
@@ -25,7 +24,7 @@ Content = str | list[dict[str, Any]]
 """What a message of a chat has: a text, or parts where there is an image among them."""
 
 IMAGE_URL = String(min_chars=1, max_chars=1 << 26)
-_BASE64 = String(min_chars=1, max_chars=1 << 26)
+IMAGE_BASE64 = String(min_chars=1, max_chars=1 << 26)
 _DETAILS: Mapping[str, Detail] = {"auto": "auto", "low": "low", "high": "high", "original": "high"}
 DETAIL_HELP = "How closely the model looks: auto, low or high; original is high."
 
@@ -91,82 +90,6 @@ def image_of_part(name: str, where: str, part: Mapping[str, Any]) -> ImageInput:
     if isinstance(url, _ImageUrl):
         url, detail = url.url, url.detail or detail
     return ImageInput(url=url, detail=detail or "auto", where=where)
-
-
-# --- Anthropic's blocks --------------------------------------------------------------------------
-
-MEDIA_TYPES = ("image/jpeg", "image/png", "image/gif", "image/webp")
-
-
-class _Base64Source(DeclaredObject):
-    is_open = True
-    type = required(OneOf(("base64",)))
-    media_type = required(OneOf(MEDIA_TYPES))
-    data = required(_BASE64)
-
-
-class _UrlSource(DeclaredObject):
-    is_open = True
-    type = required(OneOf(("url",)))
-    url = required(IMAGE_URL)
-
-
-_SOURCES: Mapping[str, type[DeclaredObject]] = {"base64": _Base64Source, "url": _UrlSource}
-
-
-@field_type(lambda: {"anyOf": [source.object_schema() for source in _SOURCES.values()]})
-def image_source(name: str, value: object) -> str:
-    """`source` of a block, checked into a URL."""
-    kind = checked_dict(name, value).get("type")
-    if kind == "file":
-        raise not_built(name, "an uploaded file", advice="send base64 or a url")
-    declared = _SOURCES.get(kind) if isinstance(kind, str) else None
-    if declared is None:
-        raise refuse(name, value, f"an object of one of the types {', '.join(_SOURCES)}")
-    found = ObjectOf(declared).check(name, value).values
-    if kind == "url":
-        return found["url"]
-    return f"data:{found['media_type']};base64,{found['data']}"
-
-
-class ImageBlock(DeclaredObject):
-    """A block of /v1/messages that has an image."""
-
-    is_open = True
-    type = required(OneOf(("image",)))
-    source = required(image_source, "Its bytes as base64, or an https: URL of an allowed host.")
-    more = labels("cache_control")
-
-
-def image_of_block(name: str, where: str, block: object) -> ImageInput:
-    """Raises ApiError (400)."""
-    return ImageInput(url=ObjectOf(ImageBlock).check(name, block).values["source"], where=where)
-
-
-# --- Ollama --------------------------------------------------------------------------------------
-
-OLLAMA_IMAGES: Schema = {"type": "array", "items": {"type": "string", "minLength": 1}}
-
-
-def ollama_images(name: str, where: str, value: object) -> list[ImageInput]:
-    """`images` of a message or a prompt: base64 of files. Raises ApiError (400)."""
-    if not isinstance(value, list):
-        raise refuse(name, value, "a list of images, each a file's bytes as base64")
-    found: list[ImageInput] = []
-    for index, item in enumerate(cast(list[object], value)):
-        text = _BASE64.check(name, item)
-        # Its bytes say what it is.
-        url = text if text[:5].lower() == "data:" else f"data:image/png;base64,{text}"
-        found.append(ImageInput(url=url, where=f"{where}[{index}]"))
-    return found
-
-
-def seen_content(images: Sequence[ImageInput], text: str) -> Content:
-    """The images of a message in front of its text, as Ollama puts them."""
-    return content_of([*images, text] if text or not images else images)
-
-
-# --- content -------------------------------------------------------------------------------------
 
 
 def content_of(parts: Sequence[Part]) -> Content:

@@ -1,13 +1,20 @@
 """Ollama's fields, checked into what the other APIs' are. Invariant: an option that would change an
 answer is followed, or refused by name; how a model is loaded is a label."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, cast
 
 from cadenza.media.image_input import ImageInput
 from cadenza.server.errors import not_built
-from cadenza.server.fields.body import DeclaredObject, Effect, Field, ObjectOf, label, labels
-from cadenza.server.fields.images import OLLAMA_IMAGES, ollama_images, seen_content
+from cadenza.server.fields.body import (
+    DeclaredObject,
+    Effect,
+    Field,
+    ObjectOf,
+    label,
+    labels,
+)
+from cadenza.server.fields.images import IMAGE_BASE64, Content, content_of
 from cadenza.server.fields.messages import ChatMessage, chat_messages
 from cadenza.server.fields.other_engines import PENALTIES
 from cadenza.server.fields.sampling import sampling_type
@@ -96,6 +103,27 @@ def think_type(name: str, value: object) -> str:
     if isinstance(value, str) and value in _EFFORTS.values:
         return value
     raise refuse(name, value, f"true, false or one of {', '.join(_EFFORTS.values)}")
+
+
+OLLAMA_IMAGES: Schema = {"type": "array", "items": {"type": "string", "minLength": 1}}
+
+
+def ollama_images(name: str, where: str, value: object) -> list[ImageInput]:
+    """`images` of a message or a prompt: base64 of files. Raises ApiError (400)."""
+    if not isinstance(value, list):
+        raise refuse(name, value, "a list of images, each a file's bytes as base64")
+    found: list[ImageInput] = []
+    for index, item in enumerate(cast(list[object], value)):
+        text = IMAGE_BASE64.check(name, item)
+        # Its bytes say what it is.
+        url = text if text[:5].lower() == "data:" else f"data:image/png;base64,{text}"
+        found.append(ImageInput(url=url, where=f"{where}[{index}]"))
+    return found
+
+
+def seen_content(images: Sequence[ImageInput], text: str) -> Content:
+    """The images of a message in front of its text, as Ollama puts them."""
+    return content_of([*images, text] if text or not images else images)
 
 
 @field_type(OLLAMA_IMAGES)

@@ -27,7 +27,6 @@ from cadenza.server.calls.encoder import (
 from cadenza.server.calls.request import GeneratingEndpoint, GenerationRequest, check_num_logprobs
 from cadenza.server.errors import ApiError, invalid_value
 from cadenza.server.fields.body import label, optional, unsupported
-from cadenza.server.fields.images import seen_content
 from cadenza.server.fields.sampling import MAX_CHOICES, MAX_PROMPT_CHARS, TopLogprobsBody
 from cadenza.server.fields.structured import ollama_format
 from cadenza.server.fields.thinking import AskedThinking
@@ -44,7 +43,13 @@ from cadenza.server.fields.types import (
 )
 from cadenza.server.http.exchange import Dialect
 from cadenza.server.limits import ServerLimits
-from cadenza.server.ollama.fields import ollama_messages, ollama_options, prompt_images, think_type
+from cadenza.server.ollama.fields import (
+    ollama_messages,
+    ollama_options,
+    prompt_images,
+    seen_content,
+    think_type,
+)
 from cadenza.server.openapi import TEXT, AnswerSchema, list_of, object_of
 from cadenza.server.pooling.embeddings import PooledRequest, embedding_bytes
 from cadenza.structured import StructuredOutput
