@@ -17,8 +17,8 @@ from cadenza.errors import CheckpointError
 from cadenza.models.declaration import declare
 from cadenza.models.model_config import ModelConfig
 from cadenza.models.towers.reader import VisionOptions
-from cadenza.vision.gemma_images import Gemma4Images
 from cadenza.vision.tower_config import VisionConfig
+from cadenza.vision.whole_images import Gemma4Images
 from tests.checkpoint.config_writer import write_random_checkpoint
 from tests.checkpoint.gguf_models import Arrays
 from tests.checkpoint.mmproj_files import floats, write_tower

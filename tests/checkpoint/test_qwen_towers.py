@@ -16,8 +16,8 @@ from cadenza.errors import CheckpointError
 from cadenza.json_object import JsonObject
 from cadenza.models.towers.qwen import read_qwen_images
 from cadenza.models.towers.reader import VisionOptions
-from cadenza.vision.qwen_images import QwenImages
 from cadenza.vision.tower_config import VisionConfig
+from cadenza.vision.whole_images import QwenImages
 from cadenza.weights.safetensors_file import SINGLE_FILE
 from tests.checkpoint.config_writer import write_random_checkpoint
 

@@ -4,13 +4,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from cadenza.models.towers.reader import ACTIVATIONS
-from cadenza.vision.gemma_images import Gemma3Images, Gemma4Images
 from cadenza.vision.idefics3 import Idefics3Processor
 from cadenza.vision.patches import Normalisation
-from cadenza.vision.pixtral_images import PixtralImages
 from cadenza.vision.processor import CHANNELS, FILTERS
-from cadenza.vision.qwen_images import QwenImages
 from cadenza.vision.tower_config import TowerConfig, VisionConfig
+from cadenza.vision.whole_images import Gemma3Images, Gemma4Images, PixtralImages, QwenImages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from cadenza.vision.gemma_images import BUDGETS, Gemma3Images, Gemma4Images
 from cadenza.vision.patches import Normalisation
-from cadenza.vision.pixtral_images import PixtralImages
+from cadenza.vision.whole_images import BUDGETS, Gemma3Images, Gemma4Images, PixtralImages
 
 pytestmark = pytest.mark.oracle
 

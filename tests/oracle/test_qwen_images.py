@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from cadenza.vision.patches import Normalisation
-from cadenza.vision.qwen_images import QwenImages
+from cadenza.vision.whole_images import QwenImages
 
 pytestmark = pytest.mark.oracle
 

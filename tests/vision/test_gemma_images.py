@@ -7,10 +7,15 @@ import pytest
 from PIL import Image
 
 from cadenza.errors import InvalidRequestError
-from cadenza.vision.gemma_images import BUDGETS, Gemma3Images, Gemma4Images, budget_within
 from cadenza.vision.patches import Normalisation
-from cadenza.vision.pixtral_images import PixtralImages
 from cadenza.vision.processor import ImagePart, Run
+from cadenza.vision.whole_images import (
+    BUDGETS,
+    Gemma3Images,
+    Gemma4Images,
+    PixtralImages,
+    budget_within,
+)
 
 PIXTRAL = PixtralImages(
     longest_edge=1540, patch_size=14, merge_size=2, normalisation=Normalisation(), max_tokens=4096

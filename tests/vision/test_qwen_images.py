@@ -9,7 +9,7 @@ from PIL import Image
 from cadenza.errors import InvalidRequestError
 from cadenza.vision.patches import Normalisation
 from cadenza.vision.processor import ImagePart, Run
-from cadenza.vision.qwen_images import QwenImages
+from cadenza.vision.whole_images import QwenImages
 
 QWEN3_VL = QwenImages(
     patch_size=16,

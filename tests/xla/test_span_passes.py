@@ -29,7 +29,7 @@ from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.models.model_config import ModelConfig
 from cadenza.request import Request
 from cadenza.scheduler.span_queue import SpanQueue
-from cadenza.vision.gemma_images import Gemma3Images, Gemma4Images
+from cadenza.vision.whole_images import Gemma3Images, Gemma4Images
 from cadenza.weights.weight_format import WeightDType
 from cadenza.weights.weights import Weights
 from tests.checkpoint.config_writer import write_random_checkpoint

@@ -11,6 +11,5 @@ Modules:
   resizing
 - `patches`: from pixels to patches, and the order of a tower's rows
 - `idefics3`: the processor of Idefics3 and SmolVLM
-- `gemma_images`, `pixtral_images`: the processors of Gemma 3 and 4, and of Pixtral and Mistral 3
-- `qwen_images`: that of Qwen2-VL, 2.5-VL, 3-VL and 3.5
+- `whole_images`: the processors of Gemma, Pixtral, Mistral 3 and Qwen, which encode an image whole
 """

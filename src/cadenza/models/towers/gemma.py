@@ -28,7 +28,6 @@ from cadenza.models.towers.reader import (
     read_tower_activation,
 )
 from cadenza.models.wrapped_text import TEXT_CONFIG
-from cadenza.vision.gemma_images import BUDGETS, Gemma3Images, Gemma4Images, budget_within
 from cadenza.vision.processor import CHANNELS
 from cadenza.vision.tower_config import (
     PatchTable,
@@ -40,6 +39,7 @@ from cadenza.vision.tower_config import (
     TowerRope,
     VisionConfig,
 )
+from cadenza.vision.whole_images import BUDGETS, Gemma3Images, Gemma4Images, budget_within
 from cadenza.weights.weights import NameRule
 
 _GEMMA3_NAMES = TowerNames()

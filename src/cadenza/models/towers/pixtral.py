@@ -15,7 +15,6 @@ from cadenza.models.towers.reader import (
     read_normalisation,
     read_tower_activation,
 )
-from cadenza.vision.pixtral_images import PixtralImages
 from cadenza.vision.processor import CHANNELS
 from cadenza.vision.tower_config import (
     ProjectorConfig,
@@ -25,6 +24,7 @@ from cadenza.vision.tower_config import (
     TowerRope,
     VisionConfig,
 )
+from cadenza.vision.whole_images import PixtralImages
 
 TOWER, PROJECTOR = "vision_tower", "multi_modal_projector"
 NAMES = TowerNames(

@@ -20,7 +20,6 @@ from cadenza.models.towers.reader import (
     read_tower_activation,
 )
 from cadenza.vision.processor import CHANNELS
-from cadenza.vision.qwen_images import QwenImages
 from cadenza.vision.tower_config import (
     PatchTable,
     ProjectorConfig,
@@ -32,6 +31,7 @@ from cadenza.vision.tower_config import (
     TowerWindows,
     VisionConfig,
 )
+from cadenza.vision.whole_images import QwenImages
 
 PREFIX = "model.visual."
 NORM_EPS = 1e-6
