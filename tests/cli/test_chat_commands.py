@@ -12,8 +12,8 @@ from cadenza.cli.conversation import COMMANDS, ENDS, HELP, RETRY, Asked, Convers
 from cadenza.cli.interrupts import Interrupts
 from cadenza.config import EngineConfig
 from cadenza.errors import InvalidRequestError
-from cadenza.frontend.image_prompts import PooledPixels
 from cadenza.frontend.loaded_model import LoadedModel, open_model
+from cadenza.media.opening import PooledPixels
 from tests.faces.seeing import seeing_text
 
 CONTEXT = 128

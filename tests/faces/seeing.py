@@ -11,10 +11,10 @@ from typing import Any
 from cadenza.checkpoint.folder import Checkpoint
 from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.errors import InvalidRequestError
-from cadenza.frontend.image_prompts import PooledPixels
 from cadenza.frontend.prepared_request import TextWorkers
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.media.image_input import ImageInput, OpenedImage
+from cadenza.media.opening import PooledPixels
 from cadenza.models.declaration import declare
 from cadenza.models.towers.idefics3 import NAMES
 from cadenza.vision.idefics3 import Idefics3Processor

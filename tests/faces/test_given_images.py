@@ -10,10 +10,11 @@ import pytest
 from PIL import Image
 
 from cadenza.errors import InvalidRequestError
-from cadenza.frontend.image_prompts import PooledPixels, with_images
+from cadenza.frontend.image_prompts import with_images
 from cadenza.frontend.prepared_request import ChatPrompt
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.media.image_input import MAX_ENCODED_BYTES, MAX_IMAGES, ImageInput
+from cadenza.media.opening import PooledPixels
 from tests.faces.seeing import seeing_text, user
 
 SIZE = (30, 20)

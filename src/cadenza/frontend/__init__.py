@@ -7,7 +7,7 @@ Modules:
 - `prepared_request`: what a request is made of, as programs give it, and what it becomes
 - `sparse_prompts`: which prompts are pruned, and what is kept of them
 - `model_prompts`: prompts as texts and ids, conversations by the chat template
-- `image_prompts`: images of a prompt: the forms in which they are given, placeholders, pixels
+- `image_prompts`: images of a prompt: the forms in which they are given, their placeholders
 - `receipts`: receipts of finished samples, and the seal of a server's
 - `answers`: what an answer to a conversation may consist of, and what it must
 - `sampling_defaults`: what a checkpoint says of itself: sampling fields, facts for clients

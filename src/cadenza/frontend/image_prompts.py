@@ -7,32 +7,26 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
-from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
-from weakref import finalize
 
 from cadenza.errors import InvalidRequestError, TextTooLongError, must_be, show, show_size
-from cadenza.media.decode_pool import DecodePool
-from cadenza.media.decoding import prepared_picture
 from cadenza.media.image_input import (
     DETAILS,
     MAX_ENCODED_BYTES,
     ImageFault,
     ImageInput,
-    OpenedImage,
     image_part,
     images_of,
 )
-from cadenza.media.opening import measure_images
+from cadenza.media.opening import PooledPixels
 from cadenza.request import Attachment, Request
 from cadenza.text import Tokenizer
 from cadenza.text.tokens.provenance import MarkedText, OwnText, join_marked, written_by_template
 from cadenza.vision.processor import (
     ImagePart,
     ImagePlan,
-    ImageProcessor,
     Run,
     image_digest,
 )
@@ -41,48 +35,6 @@ from cadenza.vision.tower_config import VisionConfig
 _NAMED = re.compile(r"""(['"])image\1""")
 _OLDER_PART: Mapping[str, object] = {"type": "image_url", "image_url": {"url": ""}}
 _BETWEEN = "\n"
-
-
-class PooledPixels:
-    """Opens the images of prompts; thread-safe. Its processes start with the first image and end
-    with `close`, this object or the interpreter."""
-
-    def __init__(self, make_pool: Callable[[], DecodePool] = DecodePool) -> None:
-        self._make_pool = make_pool
-        self._pool: DecodePool | None = None
-        self._end: Callable[[], object] = lambda: None
-
-    def measure(self, images: SequenceOf[ImageInput], processor: ImageProcessor) -> None:
-        measure_images(images, processor)
-
-    def open(self, images: SequenceOf[ImageInput], processor: ImageProcessor) -> None:
-        """Sets `opened` of each, with the pixels of its parts; several files are decoded side by
-        side. Slow. Raises InvalidRequestError that names the image."""
-        started = [self._start(image, place, processor) for place, image in enumerate(images)]
-        for place, (image, each) in enumerate(zip(images, started, strict=True)):
-            try:
-                image.opened = each.result() if isinstance(each, Future) else each
-            except ImageFault as fault:
-                raise fault.named(image, place) from None
-
-    def close(self) -> None:
-        """Idempotent; a later image starts processes again."""
-        self._pool = None
-        self._end()
-
-    def _start(
-        self, image: ImageInput, place: int, processor: ImageProcessor
-    ) -> OpenedImage | Future[OpenedImage]:
-        if image.picture is not None:
-            try:
-                return prepared_picture(image.picture, processor, image.detail)
-            except ImageFault as fault:
-                raise fault.named(image, place) from None
-        if self._pool is None:
-            self._pool = self._make_pool()
-            self._end = finalize(self, self._pool.close)
-        assert image.data is not None, "an image that was measured has its file"
-        return self._pool.submit(image.data, processor, image.detail)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,10 +62,10 @@ class LaidOut:
 
     @property
     def runs(self) -> Iterator[tuple[int, Run]]:
-        for place, each in enumerate(self.images):
+        for index, each in enumerate(self.images):
             for piece in each.plan.pieces:
                 if isinstance(piece, Run):
-                    yield place, piece
+                    yield index, piece
 
     @property
     def num_tokens(self) -> int:
@@ -169,8 +121,8 @@ class ImagePrompts:
     def marked(self, prompt: str) -> MarkedText:
         pieces = re.split(f"({self._written})", prompt)
         return join_marked(
-            written_by_template(piece) if place % 2 else MarkedText(piece)
-            for place, piece in enumerate(pieces)
+            written_by_template(piece) if index % 2 else MarkedText(piece)
+            for index, piece in enumerate(pieces)
         )
 
     def spanned(
@@ -230,15 +182,15 @@ class ImagePrompts:
     def planned(self, images: SequenceOf[ImageInput]) -> tuple[PlannedImage, ...]:
         """What each image becomes, by its header. Raises InvalidRequestError."""
         self.pixels.measure(images, self.processor)
-        return tuple(self._planned(image, place) for place, image in enumerate(images))
+        return tuple(self._planned(image, index) for index, image in enumerate(images))
 
-    def _planned(self, image: ImageInput, place: int) -> PlannedImage:
+    def _planned(self, image: ImageInput, index: int) -> PlannedImage:
         size = image.opened
         assert size is not None, "it was measured"
         try:
             plan = self.processor.plan(size.width, size.height, image.detail)
         except InvalidRequestError as error:
-            raise ImageFault(str(error)).named(image, place) from None
+            raise ImageFault(str(error)).named(image, index) from None
         return PlannedImage(image=image, plan=plan)
 
     def attachments(self, spanned: Spanned) -> tuple[Attachment, ...]:
@@ -246,14 +198,14 @@ class ImagePrompts:
         if not spanned.has_pixels:
             self.pixels.open([each.image for each in spanned.images], self.processor)
         found: list[Attachment] = []
-        for place, each in enumerate(spanned.images):
+        for index, each in enumerate(spanned.images):
             parts = () if each.image.opened is None else each.image.opened.parts or ()
             if [*map(len, parts)] != [part.num_bytes for part in each.plan.parts]:
                 raise ImageFault(
                     "its pixels are others than its file's header says; save it again"
-                ).named(each.image, place)
+                ).named(each.image, index)
             for number, (part, payload) in enumerate(zip(each.plan.parts, parts, strict=True)):
-                found.append(self._attachment(part, payload, spanned.spans[place, number]))
+                found.append(self._attachment(part, payload, spanned.spans[index, number]))
         return tuple(found)
 
     def _attachment(self, part: ImagePart, payload: bytes, span: tuple[int, int]) -> Attachment:
@@ -324,12 +276,12 @@ def _with_runs(ids: SequenceOf[int], token_id: int, laid_out: LaidOut) -> Spanne
     found: list[int] = []
     spans: dict[tuple[int, int], tuple[int, int]] = {}
     position = 0
-    for place, run in laid_out.runs:
+    for index, run in laid_out.runs:
         start = ids.index(token_id, position)
         found += ids[position:start]
-        first, _ = spans.get((place, run.part), (len(found), 0))
+        first, _ = spans.get((index, run.part), (len(found), 0))
         found += [token_id] * run.count
-        spans[place, run.part] = first, len(found) - 1
+        spans[index, run.part] = first, len(found) - 1
         position = start + 1
     found += ids[position:]
     return Spanned(ids=tuple(found), images=laid_out.images, spans=spans)
@@ -347,8 +299,8 @@ def with_images(messages: object) -> Any:
     if not isinstance(messages, list | tuple):
         return messages
     return [
-        _with_images(found, f"messages[{place}]") if (found := _members(each)) else each
-        for place, each in enumerate(cast(SequenceOf[object], messages))
+        _with_images(found, f"messages[{index}]") if (found := _members(each)) else each
+        for index, each in enumerate(cast(SequenceOf[object], messages))
     ]
 
 
@@ -357,8 +309,8 @@ def _with_images(message: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     if not isinstance(content, list | tuple):
         return message
     parts = [
-        _with_image(part, f"{where}.content[{place}]")
-        for place, part in enumerate(cast(SequenceOf[object], content))
+        _with_image(part, f"{where}.content[{index}]")
+        for index, part in enumerate(cast(SequenceOf[object], content))
     ]
     return {**message, "content": parts}
 
@@ -428,7 +380,7 @@ def images_of_prompt(data: object) -> tuple[ImageInput, ...]:
     given = members.get("image")
     listed = cast(SequenceOf[object], given) if isinstance(given, list | tuple) else [given]
     return tuple(
-        image_input(each, f"multi_modal_data.image[{place}]")
-        for place, each in enumerate(listed)
+        image_input(each, f"multi_modal_data.image[{index}]")
+        for index, each in enumerate(listed)
         if given is not None
     )

@@ -20,12 +20,12 @@ from cadenza.frontend.answers import AnswerParsers, AnswerPlanner, AskedAnswer
 from cadenza.frontend.image_prompts import (
     ImagePrompts,
     PlannedImage,
-    PooledPixels,
     Rendered,
     Spanned,
 )
 from cadenza.frontend.sampling_defaults import facts_of
 from cadenza.media.image_input import ImageInput, images_of
+from cadenza.media.opening import PooledPixels
 from cadenza.request import Attachment
 from cadenza.text import ChatTemplate, Tokenizer
 from cadenza.text.answers.generic_tools import (

@@ -9,9 +9,10 @@ from typing import Any, cast
 from cadenza.engine.request_check import CheckedRequest, RequestCheck
 from cadenza.errors import InvalidRequestError, show
 from cadenza.fingerprint import Receipt
-from cadenza.frontend.image_prompts import PooledPixels, Spanned, images_of_prompt, with_images
+from cadenza.frontend.image_prompts import Spanned, images_of_prompt, with_images
 from cadenza.frontend.model_prompts import ChatPrompt, Message
 from cadenza.media.image_input import ImageInput
+from cadenza.media.opening import PooledPixels
 from cadenza.outputs import PromptUse
 from cadenza.request import PoolingParams, Request
 from cadenza.tenant import ONE_TENANT, Tenant

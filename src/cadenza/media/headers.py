@@ -101,6 +101,12 @@ def _reader_of(data: bytes) -> Callable[[bytes], ImageHeader]:
     raise ImageFault(f"its bytes are {named}; {FORMATS_HELP}, whatever the media type says")
 
 
+def _header(format: Format, width: int, height: int, exif: bytes = b"") -> ImageHeader:
+    return ImageHeader(
+        format=format, stored_width=width, stored_height=height, orientation=_orientation(exif)
+    )
+
+
 # --- JPEG ----------------------------------------------------------------------------------------
 
 _ALONE = frozenset({0x01, *range(0xD0, 0xD9)})  # markers without a length
@@ -115,35 +121,30 @@ def _read_jpeg(data: bytes) -> ImageHeader:
             exif = exif or data[start + 6 : start + length]
         elif marker in _FRAMES:
             height, width = unpack_from(">HH", data, start + 1)
-            return ImageHeader(
-                format="JPEG",
-                stored_width=width,
-                stored_height=height,
-                orientation=_orientation(exif),
-            )
+            return _header("JPEG", width, height, exif)
     raise cut_off()
 
 
 def _segments(data: bytes) -> Iterator[tuple[int, int, int]]:
     """Marker, start and length of what follows it, up to the first scan."""
-    place = 2
+    offset = 2
     for _ in range(_MAX_STEPS):
-        if data[place] != 0xFF:
+        if data[offset] != 0xFF:
             raise cut_off()
-        marker = data[place + 1]
+        marker = data[offset + 1]
         if marker == 0xFF:
-            place += 1
+            offset += 1
             continue
-        place += 2
+        offset += 2
         if marker in (0xD9, 0xDA):
             return
         if marker in _ALONE:
             continue
-        (length,) = unpack_from(">H", data, place)
-        if length < 2 or place + length > len(data):
+        (length,) = unpack_from(">H", data, offset)
+        if length < 2 or offset + length > len(data):
             raise cut_off()
-        yield marker, place + 2, length - 2
-        place += length
+        yield marker, offset + 2, length - 2
+        offset += length
     raise _in_pieces()
 
 
@@ -155,7 +156,7 @@ def _read_png(data: bytes) -> ImageHeader:
         raise cut_off()
     width, height = unpack_from(">II", data, 16)
     if width * height > MAX_PIXELS:  # is said of a bomb without its data, too
-        return ImageHeader(format="PNG", stored_width=width, stored_height=height)
+        return _header("PNG", width, height)
     exif, has_data = b"", False
     for kind, start, length in _chunks(data):
         if kind == b"acTL" and unpack_from(">I", data, start)[0] != 1:
@@ -165,21 +166,18 @@ def _read_png(data: bytes) -> ImageHeader:
         elif kind == b"IDAT":
             has_data = True
         elif kind == b"IEND" and has_data:
-            orientation = _orientation(exif)
-            return ImageHeader(
-                format="PNG", stored_width=width, stored_height=height, orientation=orientation
-            )
+            return _header("PNG", width, height, exif)
     raise cut_off()
 
 
 def _chunks(data: bytes) -> Iterator[tuple[bytes, int, int]]:
-    place = 8
+    offset = 8
     for _ in range(_MAX_STEPS):
-        length, kind = unpack_from(">I4s", data, place)
-        if place + 12 + length > len(data):
+        length, kind = unpack_from(">I4s", data, offset)
+        if offset + 12 + length > len(data):
             raise cut_off()
-        yield kind, place + 8, length
-        place += 12 + length
+        yield kind, offset + 8, length
+        offset += 12 + length
     raise _in_pieces()
 
 
@@ -200,29 +198,26 @@ def _read_webp(data: bytes) -> ImageHeader:
         width, height = (side & 0x3FFF for side in unpack_from("<HH", data, 26))
     else:
         raise cut_off()
-    return ImageHeader(format="WebP", stored_width=width, stored_height=height)
+    return _header("WebP", width, height)
 
 
 def _read_extended_webp(data: bytes) -> ImageHeader:
     (flags,) = unpack_from("<I", data, 20)
     if flags & 0x02:
         raise _animated("WebP")
-    width, height = (int.from_bytes(data[place : place + 3], "little") + 1 for place in (24, 27))
-    orientation = _orientation(_exif_of_webp(data)) if flags & 0x08 else 1
-    return ImageHeader(
-        format="WebP", stored_width=width, stored_height=height, orientation=orientation
-    )
+    width, height = (int.from_bytes(data[offset : offset + 3], "little") + 1 for offset in (24, 27))
+    return _header("WebP", width, height, _exif_of_webp(data) if flags & 0x08 else b"")
 
 
 def _exif_of_webp(data: bytes) -> bytes:
-    place = 12
+    offset = 12
     for _ in range(_MAX_STEPS):
-        if place + 8 > len(data):
+        if offset + 8 > len(data):
             return b""
-        kind, length = unpack_from("<4sI", data, place)
+        kind, length = unpack_from("<4sI", data, offset)
         if kind == b"EXIF":
-            return data[place + 8 : place + 8 + length].removeprefix(b"Exif\0\0")
-        place += 8 + length + length % 2
+            return data[offset + 8 : offset + 8 + length].removeprefix(b"Exif\0\0")
+        offset += 8 + length + length % 2
     raise _in_pieces()
 
 
@@ -232,26 +227,26 @@ def _exif_of_webp(data: bytes) -> bytes:
 def _read_gif(data: bytes) -> ImageHeader:
     """The screen, and the first picture where it exceeds it; a second one is an animation."""
     width, height, flags = unpack_from("<HHB", data, 6)
-    place, num_pictures = 13 + _colours(flags), 0
+    offset, num_pictures = 13 + _colours(flags), 0
     for _ in range(_MAX_STEPS):
-        if place >= len(data) or data[place] == 0x3B:
+        if offset >= len(data) or data[offset] == 0x3B:
             break
-        if data[place] == 0x21:
-            place = _behind_blocks(data, place + 2)
-        elif data[place] == 0x2C:
+        if data[offset] == 0x21:
+            offset = _behind_blocks(data, offset + 2)
+        elif data[offset] == 0x2C:
             num_pictures += 1
             if num_pictures > 1:
                 raise _animated("GIF")
-            left, top, across, down, flags = unpack_from("<HHHHB", data, place + 1)
+            left, top, across, down, flags = unpack_from("<HHHHB", data, offset + 1)
             width, height = max(width, left + across), max(height, top + down)
             if not across or not down:
                 width = height = 0
-            place = _behind_blocks(data, place + 11 + _colours(flags))
+            offset = _behind_blocks(data, offset + 11 + _colours(flags))
         else:
             raise cut_off()
     if not num_pictures:
         raise cut_off()
-    return ImageHeader(format="GIF", stored_width=width, stored_height=height)
+    return _header("GIF", width, height)
 
 
 def _colours(flags: int) -> int:
@@ -259,11 +254,11 @@ def _colours(flags: int) -> int:
     return 3 << (flags & 7) + 1 if flags & 0x80 else 0
 
 
-def _behind_blocks(data: bytes, place: int) -> int:
+def _behind_blocks(data: bytes, offset: int) -> int:
     for _ in range(_MAX_STEPS):
-        if not data[place]:
-            return place + 1
-        place += data[place] + 1
+        if not data[offset]:
+            return offset + 1
+        offset += data[offset] + 1
     raise _in_pieces()
 
 
@@ -284,9 +279,9 @@ def _orientation(exif: bytes) -> int:
     if order is None:
         return 1
     try:
-        (place,) = unpack_from(f"{order}I", exif, 4)
-        (count,) = unpack_from(f"{order}H", exif, place)
-        for start in range(place + 2, place + 2 + 12 * count, 12):
+        (offset,) = unpack_from(f"{order}I", exif, 4)
+        (count,) = unpack_from(f"{order}H", exif, offset)
+        for start in range(offset + 2, offset + 2 + 12 * count, 12):
             tag, kind, number, value = unpack_from(f"{order}HHIH", exif, start)
             if tag == _ORIENTATION:
                 is_known = kind == _SHORT and number == 1 and 1 <= value <= 8

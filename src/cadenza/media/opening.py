@@ -1,4 +1,4 @@
-"""Opens the images of a request: `ImageOpener` in a server; `measure_images` elsewhere. In this
+"""Opens the images of a request: `ImageOpener` in a server, `PooledPixels` in a program. In this
 order: count, all headers, pixels. An error names the first faulty image, its position and what
 is allowed; no image is decoded where another one's header is refused. A data URL's media type is
 ignored, since the bytes say what they are."""
@@ -7,12 +7,14 @@ import asyncio
 import binascii
 import re
 from collections.abc import Awaitable, Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
+from weakref import finalize
 
 from cadenza.errors import InvalidRequestError, show, show_size
 from cadenza.media.decode_pool import DecodePool
-from cadenza.media.decoding import picture_size
+from cadenza.media.decoding import picture_size, prepared_picture
 from cadenza.media.fetching import MediaFetcher, TryAdd
 from cadenza.media.headers import FORMATS_HELP, image_size, too_many_bytes
 from cadenza.media.image_input import (
@@ -52,10 +54,8 @@ def measure_images(images: Sequence[ImageInput], processor: "ImageProcessor") ->
 
 
 def _measure(image: ImageInput, processor: "ImageProcessor") -> None:
-    if image.picture is not None:
-        width, height = picture_size(image.picture)
-    else:
-        width, height = image_size(_given(image))
+    picture = image.picture
+    width, height = image_size(_given(image)) if picture is None else picture_size(picture)
     processor.plan(width, height, image.detail)  # refuses sizes that the model does not take
     image.opened = OpenedImage(width=width, height=height)
 
@@ -110,6 +110,44 @@ class ImageOpener:
 
     def close(self) -> None:
         self._pool.close()
+
+
+class PooledPixels:
+    """A thread-safe source of pixels; its processes start with the first image and end with
+    `close`, this object or the interpreter."""
+
+    def __init__(self, make_pool: Callable[[], DecodePool] = DecodePool) -> None:
+        self._make_pool = make_pool
+        self._pool: DecodePool | None = None
+        self._end: Callable[[], object] = lambda: None
+
+    def measure(self, images: Sequence[ImageInput], processor: "ImageProcessor") -> None:
+        measure_images(images, processor)
+
+    def open(self, images: Sequence[ImageInput], processor: "ImageProcessor") -> None:
+        """Several files are decoded side by side."""
+        started: list[OpenedImage | Future[OpenedImage]] = []
+        for index, image in enumerate(images):
+            with _naming(image, index):
+                started.append(self._start(image, processor))
+        for index, (image, each) in enumerate(zip(images, started, strict=True)):
+            with _naming(image, index):
+                image.opened = each.result() if isinstance(each, Future) else each
+
+    def close(self) -> None:
+        """Idempotent; a later image starts processes again."""
+        self._pool = None
+        self._end()
+
+    def _start(
+        self, image: ImageInput, processor: "ImageProcessor"
+    ) -> OpenedImage | Future[OpenedImage]:
+        if image.picture is not None:
+            return prepared_picture(image.picture, processor, image.detail)
+        if self._pool is None:
+            self._pool = self._make_pool()
+            self._end = finalize(self, self._pool.close)
+        return self._pool.submit(_given(image), processor, image.detail)
 
 
 async def _each(

@@ -132,9 +132,6 @@ class TextWork:
             lane.shutdown(wait=False, cancel_futures=True)
 
 
-Result = TypeVar("Result")
-
-
 class CallImages:
     """For one event loop. `bodies`: the budget of bytes."""
 
