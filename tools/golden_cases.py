@@ -19,7 +19,7 @@ from cadenza.backends.base import Runner
 from cadenza.checkpoint.random_checkpoint import named_shape, shape_names
 from cadenza.config import EngineConfig, EngineLimits
 from cadenza.engine.core import CoreOptions, EngineCore
-from cadenza.engine.resumption import ResumedSample, Resumption
+from cadenza.engine.new_sequences import ResumedSample, Resumption
 from cadenza.events import Finished, PromptLogprobs, Token
 from cadenza.loading.build import plan_model
 from cadenza.loading.planned_engine import PlannedEngine

@@ -13,10 +13,10 @@ from cadenza.cluster.group_stats import (
 )
 from cadenza.cluster.router import PrefixView, ReplicaLoad, Route, Router, order_replicas, page_keys
 from cadenza.config import EngineConfig
+from cadenza.engine.batch_engine import EngineStatus
 from cadenza.engine.open_requests import EngineLoad
 from cadenza.engine.route_report import HeldChange, RouteReport, Seen
 from cadenza.engine.stats import StepMeter
-from cadenza.engine.status import EngineStatus
 from cadenza.engine.step_watch import RowSummary, StepSummary
 from cadenza.request import Request, SamplingParams
 from tests.engine.process.scripted_child import limits_of, make_core

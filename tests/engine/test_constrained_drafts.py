@@ -8,7 +8,7 @@ import pytest
 from cadenza.batch.batch import Batch
 from cadenza.batch.sequence import Sequence
 from cadenza.drafting.drafts import Drafting, Lookahead
-from cadenza.engine.compiling import Compiling
+from cadenza.engine.new_sequences import Compiling
 from cadenza.request import Request, SamplingParams
 from cadenza.scheduler.scheduler import Scheduler
 from cadenza.scheduler.step_budget import MAX_ROW_MASKS, MAX_STEP_MASKS

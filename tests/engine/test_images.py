@@ -14,8 +14,8 @@ from cadenza.batch.step_schema import ModelInputs
 from cadenza.config import EngineLimits, ImageLimits, SchedulerLoop
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.model_drafter import DraftModel
+from cadenza.engine.new_sequences import ResumedSample, Resumption
 from cadenza.engine.page_folder import PageFolder
-from cadenza.engine.resumption import ResumedSample, Resumption
 from cadenza.engine.stats import StepMeter
 from cadenza.errors import InvalidRequestError, RunnerError
 from cadenza.events import Finished, Preparing, Started, Token

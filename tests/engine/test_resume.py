@@ -11,8 +11,8 @@ import pytest
 
 from cadenza.config import EngineLimits, SchedulerLoop
 from cadenza.engine.core import EngineCore
+from cadenza.engine.new_sequences import ResumedSample, Resumption
 from cadenza.engine.open_requests import OpenRequests
-from cadenza.engine.resumption import ResumedSample, Resumption
 from cadenza.engine.timeouts import RequestTimeouts
 from cadenza.events import Event, Finished, PromptLogprobs, Started, Token
 from cadenza.request import Request, SamplingParams

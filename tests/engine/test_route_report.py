@@ -6,9 +6,14 @@ from cadenza.backends.fake import FakeRunner
 from cadenza.batch.step_cost import StepCost, StepLoad
 from cadenza.config import EngineLimits
 from cadenza.engine.core import CoreOptions, EngineCore
-from cadenza.engine.queue_forecast import UNMEASURED_TOKEN_S, forecast_queue
 from cadenza.engine.request_ids import ids_of
-from cadenza.engine.route_report import RouteReport, RouteReporter, Seen
+from cadenza.engine.route_report import (
+    UNMEASURED_TOKEN_S,
+    RouteReport,
+    RouteReporter,
+    Seen,
+    forecast_queue,
+)
 from cadenza.kv.page_keys import Content, PageKeys, short_keys, split_keys
 from cadenza.request import Request, SamplingParams
 

@@ -12,8 +12,8 @@ from cadenza.batch.sequence import WaitReason
 from cadenza.batch.step_cost import StepBound, StepCost, StepLoad
 from cadenza.batch.step_schema import ModelInputs
 from cadenza.engine.core import CoreOptions, EngineCore
+from cadenza.engine.new_sequences import ResumedSample, Resumption
 from cadenza.engine.open_requests import OpenRequests
-from cadenza.engine.resumption import ResumedSample, Resumption
 from cadenza.engine.scoring_steps import PromptScorerModel
 from cadenza.engine.step_works import WorkOptions
 from cadenza.engine.timeouts import RequestTimeouts

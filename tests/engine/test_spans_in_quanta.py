@@ -16,7 +16,7 @@ from cadenza.batch.step_schema import ModelInputs
 from cadenza.batch.whole_spans import SpanShape
 from cadenza.config import EngineLimits, ImageLimits, SchedulerLoop
 from cadenza.engine.core import CoreOptions, EngineCore
-from cadenza.engine.resumption import ResumedSample, Resumption
+from cadenza.engine.new_sequences import ResumedSample, Resumption
 from cadenza.engine.step_works import WorkOptions
 from cadenza.errors import RunnerError
 from cadenza.events import Token

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from cadenza.engine.core import EngineCore
-from cadenza.engine.resumption import ResumedSample, Resumption
+from cadenza.engine.new_sequences import ResumedSample, Resumption
 from cadenza.errors import InvalidRequestError
 from cadenza.events import Finished, Started, Token
 from cadenza.kv.kv_cache_manager import KVCacheManager

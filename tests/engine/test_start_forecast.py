@@ -13,8 +13,7 @@ import pytest
 
 from cadenza.config import EngineLimits
 from cadenza.engine.open_requests import OpenRequests
-from cadenza.engine.start_forecast import StartForecast
-from cadenza.engine.timeouts import RequestTimeouts
+from cadenza.engine.timeouts import RequestTimeouts, StartForecast
 from cadenza.errors import QueueFullError
 from cadenza.events import Event, Finished, Started, Token
 from cadenza.request import Request, SamplingParams

@@ -6,7 +6,7 @@ Python looks for modules beside a script first, so the stub is found without the
 import sys
 from functools import partial
 
-from cadenza.engine.process.child import run_child
+from cadenza.engine.process.worker import run_child
 from cadenza.loading.engine_program import load_engine
 
 STUBS = {"stub": "stub_backend:StubBackend"}

@@ -7,8 +7,8 @@ from typing import Any
 
 from cadenza.batch.step_schema import ModelInputs
 from cadenza.engine.core import CoreOptions, EngineCore
-from cadenza.engine.process.child import OnPhase, Serving, run_child
 from cadenza.engine.process.messages import Start
+from cadenza.engine.process.worker import OnPhase, Serving, run_child
 from cadenza.loading.engine_program import load_engine
 
 RAISE = 2500

@@ -11,7 +11,7 @@ from pathlib import Path
 from cadenza.backends.base import Runner, RunnerSetup
 from cadenza.backends.xla.backend import XlaBackend
 from cadenza.checkpoint.folder import Checkpoint
-from cadenza.engine.process.child import run_child
+from cadenza.engine.process.worker import run_child
 from cadenza.loading.engine_program import load_engine
 from cadenza.loading.memory import HostMemory
 

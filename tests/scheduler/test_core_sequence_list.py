@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cadenza.batch.sequence import Sequence
-from cadenza.batch.sequence_list import SequenceList
+from cadenza.batch.sequence import Sequence, SequenceList
 from tests.scheduler.builders import sequence_of
 
 

@@ -6,7 +6,7 @@ from cadenza.batch.sequence import PageCopy, Sequence
 from cadenza.kv.kv_cache_manager import KVCacheManager
 from cadenza.kv.page_keys import Content
 from cadenza.kv.page_pool import PageCounts
-from cadenza.kv.slot_prefixes import BLOCK, MIN_PREFIX, common_length, num_alike
+from cadenza.kv.prefix_cache import BLOCK, MIN_PREFIX, common_length, num_alike
 from cadenza.request import Attachment, SamplingParams
 from tests.scheduler.builders import SECRET, limits_of, prompt_of, sequence_of
 

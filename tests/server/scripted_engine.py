@@ -12,12 +12,11 @@ from collections.abc import Callable, Sequence
 
 from cadenza.backends.base import Capability
 from cadenza.config import EngineLimits, ImageLimits
-from cadenza.engine.batch_engine import Emit
+from cadenza.engine.batch_engine import Emit, EngineState, EngineStatus
 from cadenza.engine.open_requests import EngineLoad, OpenRequests
 from cadenza.engine.request_check import CheckedRequest, RequestCheck
 from cadenza.engine.request_stats import RequestStats
 from cadenza.engine.stats import EngineStats
-from cadenza.engine.status import EngineState, EngineStatus
 from cadenza.engine.step_watch import OnNews
 from cadenza.engine.timeouts import RequestTimeouts
 from cadenza.errors import (

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from cadenza.engine.status import EngineStatus
+from cadenza.engine.batch_engine import EngineStatus
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.kernel_proof import KernelProof
 from tests.server.harness import running_server

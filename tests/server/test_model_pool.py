@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from cadenza.config import EngineLimits
-from cadenza.engine.status import EngineStatus
+from cadenza.engine.batch_engine import EngineStatus
 from cadenza.engine.timeouts import RequestTimeouts
 from cadenza.errors import CadenzaError, CheckpointError, ConfigError, EngineClosedError
 from cadenza.frontend.text_frontend import TextFrontend

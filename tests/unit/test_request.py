@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cadenza.batch.draw_keys import derive_seed, draw_keys
 from cadenza.bounds import MAX_BIASES
-from cadenza.engine.sample_seed import seed_of_sample
+from cadenza.engine.new_sequences import seed_of_sample
 from cadenza.errors import InvalidRequestError
 from cadenza.request import MAX_BAD_WORD_TOKENS, Attachment, Request, SamplingParams
 from cadenza.structured import StructuredOutput

@@ -14,8 +14,8 @@ from cadenza.backends.xla.runner import XlaRunner
 from cadenza.batch.draw_keys import derive_sample_seed
 from cadenza.config import EngineLimits
 from cadenza.engine.core import CoreOptions, EngineCore
+from cadenza.engine.new_sequences import ResumedSample, Resumption
 from cadenza.engine.page_folder import PageFolder
-from cadenza.engine.resumption import ResumedSample, Resumption
 from cadenza.events import Finished, Token
 from cadenza.request import Request, SamplingParams
 from tests.by_day import by_day

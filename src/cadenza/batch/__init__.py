@@ -2,11 +2,10 @@
 
 Modules:
 
-- `sequence`: the mutable state of one stream
+- `sequence`: the mutable state of one stream; sequences in an order, and the rows of running ones
 - `image_cost`: predicts the time of encoding, and learns from measured steps
 - `step_cost`: predicts the time of a step, and bounds it
 - `whole_spans`: bidirectional image blocks: no step ends within one; work items of long ones
-- `sequence_list`: sequences in an order, with removal in constant time; the rows of running ones
 - `batch`: the sequences of a step, their numbers of tokens, and the logits that it needs
 - `step_schema`: every per-step field, declared once; uploads and views follow
 - `packing`: a `Batch` becomes `ModelInputs`

@@ -4,12 +4,14 @@ preempted or in flight; hidden states are added in that order and in float64. N 
 
 import math
 from dataclasses import dataclass, field
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 
-from cadenza.batch.whole_spans import WholeSpan
+from cadenza.batch.whole_spans import WholeSpan, whole_spans_of
 from cadenza.events import WholePromptReason
+from cadenza.request import Request
 from cadenza.sparse_prefill import KeptTokens
 
 
@@ -97,3 +99,14 @@ class Prompt:
     spans: tuple[WholeSpan, ...] = ()  # empty if its tokens attend to earlier ones only
     rows: PromptRowsProgress | None = None  # None: it needs that of its last token only
     pool: Pool | None = None  # of its hidden states
+
+    @classmethod
+    def of(cls, request: Request, *, has_rows: bool, has_spans: bool) -> Self:
+        """Of a request's sample; its first one has the rows that the request asks for."""
+        num_tokens, asked = len(request.prompt_token_ids), request.pooling
+        needs_rows = has_rows and request.needs_prompt_rows
+        return cls(
+            spans=whole_spans_of(request.attachments) if has_spans else (),
+            rows=PromptRowsProgress(num_prompt_tokens=num_tokens) if needs_rows else None,
+            pool=asked and Pool(dimensions=asked.dimensions, normalize=asked.normalize),
+        )

@@ -85,8 +85,7 @@ def _serve(words: Sequence[str | None], flags: ServeFlags, config: EngineConfig)
 
     lines = set_up_logging(flags.log_format, getattr(logging, flags.log_level.upper()))
     logger.info("cadenza %s is starting: %s", __version__, words[0] or "the bundled model")
-    from cadenza.engine.process.heap import loading
-    from cadenza.engine.process.launch import FirstLaunch, raise_descriptor_limit
+    from cadenza.engine.process.launch import FirstLaunch, loading, raise_descriptor_limit
 
     raise_descriptor_limit()
     # The first process loads its libraries while those below are loaded.
@@ -202,7 +201,7 @@ def _take_over(
 async def _run(service: "Service", opening: Opening) -> None:
     """Until the server is shut down. Raises the error of a load, or of an address that cannot be
     had."""
-    from cadenza.engine.process.heap import freeze_heap
+    from cadenza.engine.process.launch import freeze_heap
     from cadenza.server.lifecycle.run import run_server, shut_down_on_signals
 
     loop = asyncio.get_running_loop()

@@ -22,7 +22,7 @@ from cadenza.cluster.group_stats import (
 )
 from cadenza.cluster.router import Route, Router
 from cadenza.config import EngineLimits
-from cadenza.engine.batch_engine import Clock, Emit
+from cadenza.engine.batch_engine import Clock, Emit, EngineStatus
 from cadenza.engine.front import SHUT_DOWN, UNAVAILABLE, EngineFront
 from cadenza.engine.open_requests import EngineLoad
 from cadenza.engine.process.recovery import MOST_LOSSES
@@ -31,7 +31,6 @@ from cadenza.engine.request_ids import ids_of
 from cadenza.engine.request_stats import RequestStats
 from cadenza.engine.route_report import RouteReport
 from cadenza.engine.stats import EngineStats
-from cadenza.engine.status import EngineStatus
 from cadenza.engine.step_watch import EngineChange, LiveNews, OnNews
 from cadenza.engine.timeouts import RequestTimeouts
 from cadenza.errors import (

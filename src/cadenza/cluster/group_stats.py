@@ -7,10 +7,10 @@ from typing import Any, cast
 from msgspec import structs
 
 from cadenza.config import EngineLimits
+from cadenza.engine.batch_engine import EngineState, EngineStatus
 from cadenza.engine.open_requests import EngineLoad
 from cadenza.engine.request_stats import RequestStats
 from cadenza.engine.stats import ENGINE_FIGURES, EngineStats
-from cadenza.engine.status import EngineState, EngineStatus
 from cadenza.engine.step_watch import EngineChange, LiveNews, RowSummary, StepSummary
 from cadenza.figures import Distribution, Reading
 

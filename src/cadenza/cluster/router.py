@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 from cadenza.config import EngineLimits
 from cadenza.engine.open_requests import EngineLoad
-from cadenza.engine.queue_forecast import UNMEASURED_TOKEN_S
-from cadenza.engine.route_report import HeldChange, RouteReport, Seen
+from cadenza.engine.route_report import UNMEASURED_TOKEN_S, HeldChange, RouteReport, Seen
 from cadenza.kv.page_keys import MAX_KEYS, Content, PageKeys, short_keys, split_keys
 from cadenza.request import Request
 

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from cadenza.config import EngineConfig, EngineLimits
 from cadenza.engine.batch_engine import Cancel, Clock, Resume, Submit
 from cadenza.engine.process.child_process import ChildProcess
-from cadenza.engine.process.frame_socket import FrameSocket
+from cadenza.engine.process.frame_socket import FrameSocket, Wakeup
 from cadenza.engine.process.messages import (
     EngineOutputs,
     Failed,
@@ -31,7 +31,6 @@ from cadenza.engine.process.messages import (
     encode,
     framed,
 )
-from cadenza.engine.process.outbox import Wakeup
 from cadenza.engine.process.process_link import pinned
 from cadenza.engine.process.supervision import Supervision, WatchdogTimeouts
 from cadenza.engine.request_ids import front_of

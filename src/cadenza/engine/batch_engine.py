@@ -1,25 +1,60 @@
-"""`BatchEngine`: the engine's interface for servers and `AsyncEngine`: one thread serves; any
-thread may submit and cancel. `run_steps` is the only receive-step-deliver loop: `InProcessLink`,
-the engine process's `Worker` and `LLM` each pass it a source of commands and consume its events."""
+"""`BatchEngine`: the engine's interface for servers and `AsyncEngine`; any thread may submit and
+cancel, one serves. `EngineStatus`: its state. `run_steps` is the only receive-step-deliver loop:
+`InProcessLink`, the engine process's `Worker` and `LLM` each pass it a source of commands."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
 
 import msgspec
 
 from cadenza.engine.core import EngineCore
+from cadenza.engine.new_sequences import Resumption
 from cadenza.engine.open_requests import EngineLoad
-from cadenza.engine.request_check import CheckedRequest
+from cadenza.engine.request_check import CheckedRequest, RequestCheck
 from cadenza.engine.request_stats import RequestStats
-from cadenza.engine.resumption import Resumption
 from cadenza.engine.stats import EngineStats
-from cadenza.engine.status import EngineStatus
 from cadenza.engine.step_watch import OnNews
 from cadenza.engine.timeouts import RequestTimeouts
 from cadenza.errors import CadenzaError, QueueFullError, RunnerError
 from cadenza.events import Event
+from cadenza.fingerprint import Fingerprint
+from cadenza.kernel_proof import KernelProof
 from cadenza.request import Request
 from cadenza.tenant import Tenant
+
+# `loading`: first start · `restarting`: a later start, or the delay before it · `draining`: open
+# requests continue, new ones are refused · `dead`: stopped, never restarted.
+EngineState = Literal["loading", "ready", "draining", "restarting", "dead"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStatus:
+    """A snapshot of an engine's state."""
+
+    state: EngineState
+    phase: str | None = None  # current phase of a start; None otherwise
+    # duration in seconds of each phase of the last start
+    startup_s: dict[str, float] = field(default_factory=dict[str, float])
+    # seconds since the step loop's last heartbeat; None while no loop runs
+    since_beat_s: float | None = None
+    num_restarts: int = 0  # starts after the first one
+    retry_after_s: float | None = None  # estimated seconds until it is ready; None if unknown
+    error: str | None = None  # why it is restarting or dead; for the log and the operator
+    cause: str | None = None  # the same without internal details, for clients
+    # the check for requests; None until the first load is done
+    request_check: RequestCheck | None = None
+    # that of its answers; None until then, and where it is not known
+    fingerprint: Fingerprint | None = None
+    # what was compared of its kernels when it was loaded; None if nothing was
+    kernel_proof: KernelProof | None = None
+    # the state of each of the engines that serve as one; empty for a single one
+    replicas: tuple[EngineState, ...] = ()
+
+    @property
+    def is_ready(self) -> bool:
+        return self.state == "ready"
+
 
 # Called with the events of one step on the serving thread; must not block.
 Emit = Callable[[list[Event]], None]

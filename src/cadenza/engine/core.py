@@ -21,13 +21,11 @@ from cadenza.batch.step_cost import StepBound, StepCost
 from cadenza.config import Batching, EngineLimits, SchedulerLoop
 from cadenza.drafting.draft_ledger import DraftState
 from cadenza.drafting.drafts import DraftCounts
-from cadenza.engine.compiling import Compiling
 from cadenza.engine.loop import LOOP_DEPTHS, Announce, StepLoop, StepRunner, Steps
 from cadenza.engine.model_drafter import DraftModel, ModelDrafter
-from cadenza.engine.new_sequences import NewSequences
+from cadenza.engine.new_sequences import Compiling, NewSequences, Resumption
 from cadenza.engine.page_folder import PageFolder
 from cadenza.engine.request_check import RequestCheck
-from cadenza.engine.resumption import Resumption
 from cadenza.engine.scoring_steps import PromptScorerModel, ScoringSteps
 from cadenza.engine.step_works import StepWorks, WorkOptions
 from cadenza.engine.stored_pages import StoredPages

@@ -16,6 +16,8 @@ from cadenza.engine.batch_engine import (
     Clock,
     Command,
     Emit,
+    EngineState,
+    EngineStatus,
     Resume,
     Submit,
     check_step_errors,
@@ -27,7 +29,6 @@ from cadenza.engine.request_check import CheckedRequest, RequestCheck
 from cadenza.engine.request_stats import RequestStats
 from cadenza.engine.route_report import RouteReport
 from cadenza.engine.stats import EngineStats, StepMeter
-from cadenza.engine.status import EngineState, EngineStatus
 from cadenza.engine.step_watch import EngineChange, LiveNews, OnNews, StepSummary, Watch
 from cadenza.engine.timeouts import RequestTimeouts
 from cadenza.errors import (

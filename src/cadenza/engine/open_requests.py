@@ -13,15 +13,14 @@ from msgspec.structs import replace
 
 from cadenza.batch.draw_keys import derive_seed
 from cadenza.config import EngineLimits
+from cadenza.engine.new_sequences import ResumedSample, Resumption
 from cadenza.engine.request_stats import (
     RejectionReason,
     RequestStats,
     RequestTallies,
     RequestTimes,
 )
-from cadenza.engine.resumption import ResumedSample, Resumption
-from cadenza.engine.start_forecast import StartForecast
-from cadenza.engine.timeouts import RequestTimeouts
+from cadenza.engine.timeouts import RequestTimeouts, StartForecast
 from cadenza.errors import QueueFullError
 from cadenza.events import (
     ErrorKind,

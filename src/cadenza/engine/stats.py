@@ -9,7 +9,7 @@ from typing import Any, Self
 from cadenza.batch.step_cost import StepBound
 from cadenza.engine.core import EngineCore
 from cadenza.engine.loop import Announce
-from cadenza.engine.queue_forecast import forecast_queue
+from cadenza.engine.route_report import forecast_queue
 from cadenza.engine.step_watch import StepSummary, StepWatch
 from cadenza.engine.step_works import WORK_FIGURES
 from cadenza.engine.stored_pages import STORED_PAGE_FIGURES

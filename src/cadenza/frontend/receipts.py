@@ -11,7 +11,7 @@ from hashlib import sha256
 import msgspec
 from msgspec import UNSET
 
-from cadenza.engine.sample_seed import seed_of_sample
+from cadenza.engine.new_sequences import seed_of_sample
 from cadenza.errors import InvalidRequestError
 from cadenza.fingerprint import Fingerprint, Receipt, digest_of_logprobs
 from cadenza.frontend.prepared_request import OWN_TERMS, PreparedRequest, Terms

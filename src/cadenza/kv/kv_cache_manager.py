@@ -11,19 +11,17 @@ from cadenza.batch.batch import Batch
 from cadenza.batch.sequence import PageCopy, Sequence
 from cadenza.config import EngineLimits
 from cadenza.kv.page_keys import PageKeys
-from cadenza.kv.page_pool import PageClass, PagePool
-from cadenza.kv.page_quotas import PageQuotas
+from cadenza.kv.page_pool import PageClass, PagePool, PageQuotas
 from cadenza.kv.prefix_cache import (
     ROOT,
     Coming,
     InFlightPrefixes,
     Prefix,
     PrefixCache,
+    SlotPrefixes,
     kv_content_of,
 )
-from cadenza.kv.recurrent_states import RecurrentStates
-from cadenza.kv.sequence_states import SequenceStates
-from cadenza.kv.slot_prefixes import SlotPrefixes
+from cadenza.kv.recurrent_states import RecurrentStates, SequenceStates
 
 
 class MissingPages(NamedTuple):

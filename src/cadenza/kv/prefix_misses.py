@@ -12,8 +12,7 @@ from cadenza.events import CacheMiss, CacheMissReason
 from cadenza.figures import Figure
 from cadenza.kv.kv_cache_manager import KVCacheManager
 from cadenza.kv.page_keys import Content
-from cadenza.kv.prefix_cache import InFlightPrefixes, Prefix, PrefixCache, kv_content_of
-from cadenza.kv.slot_prefixes import Closest
+from cadenza.kv.prefix_cache import Closest, InFlightPrefixes, Prefix, PrefixCache, kv_content_of
 
 # In order: never computed, or forgotten long ago; computed, but its page was needed for something
 # else since; being computed by a running sequence with too much left to wait for; in the cache, but

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from cadenza.backends import BACKENDS, Backends, find_backend
 from cadenza.config import EngineConfig
-from cadenza.engine.process.child import OnPhase, Serving, run_child
 from cadenza.engine.process.messages import Start
+from cadenza.engine.process.worker import OnPhase, Serving, run_child
 from cadenza.errors import ConfigError
 from cadenza.loading.memory import HOST_MEMORY, HostMemory
 

@@ -10,8 +10,7 @@ from operator import attrgetter
 from typing import TypeVar
 
 from cadenza.batch.batch import Batch, BatchEntry
-from cadenza.batch.sequence import Sequence, SequenceStatus, WaitReason
-from cadenza.batch.sequence_list import RunningRows, SequenceList
+from cadenza.batch.sequence import RunningRows, Sequence, SequenceList, SequenceStatus, WaitReason
 from cadenza.batch.step_cost import StepBound, StepCost
 from cadenza.batch.step_schema import StepOutput
 from cadenza.config import Batching, EngineLimits

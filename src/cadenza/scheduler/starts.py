@@ -5,8 +5,7 @@ that lacks its tenant's quota those of the tenant."""
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from cadenza.batch.sequence import Sequence, WaitReason
-from cadenza.batch.sequence_list import RunningRows
+from cadenza.batch.sequence import RunningRows, Sequence, WaitReason
 from cadenza.events import Started
 from cadenza.kv.kv_cache_manager import KVCacheManager
 from cadenza.kv.prefix_cache import Prefix

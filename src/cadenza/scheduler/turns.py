@@ -7,8 +7,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Protocol
 
-from cadenza.batch.sequence import Sequence, WaitReason
-from cadenza.batch.sequence_list import SequenceList
+from cadenza.batch.sequence import Sequence, SequenceList, WaitReason
 from cadenza.config import Batching, EngineLimits, SchedulingPolicy
 from cadenza.kv.kv_cache_manager import KVCacheManager
 from cadenza.scheduler.fair_share import FairShare, UnderShareTenants

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from cadenza.engine.batch_engine import ServedEngine
-from cadenza.engine.status import EngineState
+from cadenza.engine.batch_engine import EngineState, ServedEngine
 from cadenza.errors import (
     CadenzaError,
     ContextLengthError,

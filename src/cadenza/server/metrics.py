@@ -24,10 +24,9 @@ from prometheus_client.core import (
 from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
-from cadenza.engine.batch_engine import ServedEngine
+from cadenza.engine.batch_engine import EngineStatus, ServedEngine
 from cadenza.engine.request_stats import RejectionReason, RequestStats
 from cadenza.engine.stats import ENGINE_FIGURES, EngineStats
-from cadenza.engine.status import EngineStatus
 from cadenza.events import FinishReason, WholePromptReason
 from cadenza.figures import Distribution, Figure, Reading, Tally
 from cadenza.frontend.sparse_prompts import WHOLE_REASONS

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from cadenza.engine.status import EngineStatus
+from cadenza.engine.batch_engine import EngineStatus
 from cadenza.errors import CadenzaError, ConfigError, DeviceUnavailableError
 from cadenza.server.errors import (
     RETRY_LOADING_S,

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from typing import Self
 
 from cadenza.config import EngineLimits
-from cadenza.engine.batch_engine import ServedEngine
+from cadenza.engine.batch_engine import EngineState, ServedEngine
 from cadenza.engine.request_check import RequestCheck
 from cadenza.engine.stats import EngineStats
-from cadenza.engine.status import EngineState
 from cadenza.errors import CadenzaError, EngineClosedError, EngineUnavailableError, QueueFullError
 from cadenza.fingerprint import Fingerprint
 from cadenza.frontend.async_engine import AsyncEngine, OutputStream

@@ -10,7 +10,7 @@ from cadenza.batch.step_cost import StepBound, StepCost
 from cadenza.batch.whole_spans import least_budget
 from cadenza.config import EngineLimits
 from cadenza.engine.core import CoreOptions, EngineCore
-from cadenza.engine.resumption import Resumption
+from cadenza.engine.new_sequences import Resumption
 from cadenza.engine.step_works import WorkOptions
 from cadenza.verification.modes import Interruption, Mode
 from cadenza.verification.workload import Arrival

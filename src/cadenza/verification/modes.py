@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from cadenza.batch.sequence import Sequence
 from cadenza.config import EngineLimits, SchedulerLoop
 from cadenza.engine.core import CoreOptions, EngineCore
-from cadenza.engine.resumption import ResumedSample
+from cadenza.engine.new_sequences import ResumedSample
 from cadenza.events import Event, Finished, PromptLogprobs, Started, TokenLogprobs
 from cadenza.frontend.progress import BatchProgress
 from cadenza.request import Request

@@ -114,7 +114,7 @@ def keep(link: int, lifeline: int, output: int, report: int) -> None:
 def become_engine(link: int, lifeline: int, output: int) -> None:
     from scripted_child import load
 
-    from cadenza.engine.process.child import run_child
+    from cadenza.engine.process.worker import run_child
 
     os.setsid()
     os.dup2(output, 1)

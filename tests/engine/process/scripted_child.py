@@ -27,8 +27,8 @@ from cadenza.backends.fake import FakeRunner, FakeStepHandle
 from cadenza.batch.step_schema import ModelInputs
 from cadenza.config import EngineConfig, EngineLimits
 from cadenza.engine.core import CoreOptions, EngineCore
-from cadenza.engine.process.child import OnPhase, Serving, run_child
 from cadenza.engine.process.messages import Start
+from cadenza.engine.process.worker import OnPhase, Serving, run_child
 from cadenza.fingerprint import Fingerprint
 
 VOCAB_SIZE = 97

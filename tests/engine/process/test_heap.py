@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
-from cadenza.engine.process.heap import loading
+from cadenza.engine.process.launch import loading
 
 FREEZE = """
 import gc
-from cadenza.engine.process.heap import freeze_heap, loading
+from cadenza.engine.process.launch import freeze_heap, loading
 with loading():
     assert not gc.isenabled()
     freeze_heap()

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from cadenza.config import EngineConfig, EngineLimits
+from cadenza.engine.new_sequences import ResumedSample, Resumption
 from cadenza.engine.process.messages import (
     Cancel,
     EngineOutputs,
@@ -27,7 +28,6 @@ from cadenza.engine.process.messages import (
     encode,
 )
 from cadenza.engine.request_check import RequestCheck
-from cadenza.engine.resumption import ResumedSample, Resumption
 from cadenza.engine.stats import STEP_SECONDS_BOUNDS, EngineStats
 from cadenza.engine.step_watch import RowSummary, StepSummary, Watch
 from cadenza.events import (

@@ -16,13 +16,14 @@ import msgspec
 
 from cadenza import errors
 from cadenza.config import EngineConfig, EngineLimits
-from cadenza.engine.batch_engine import Cancel, Clock, Command, Emit
+from cadenza.engine.batch_engine import Cancel, Clock, Command, Emit, EngineStatus
 from cadenza.engine.front import LOST, SHUT_DOWN, EngineFront
 from cadenza.engine.process.child_process import (
     ChildProcess,
     EngineChild,
     EngineUnreachableError,
 )
+from cadenza.engine.process.frame_socket import Outbox
 from cadenza.engine.process.launch import COMMAND
 from cadenza.engine.process.messages import (
     EngineOutputs,
@@ -35,7 +36,6 @@ from cadenza.engine.process.messages import (
     WireError,
     encode,
 )
-from cadenza.engine.process.outbox import Outbox
 from cadenza.engine.process.recovery import ENGINE_FAILED, Recovery
 from cadenza.engine.process.supervision import (
     STANDSTILL_S,
@@ -47,7 +47,6 @@ from cadenza.engine.process.supervision import (
 )
 from cadenza.engine.request_check import RequestCheck
 from cadenza.engine.stats import EngineStats
-from cadenza.engine.status import EngineStatus
 from cadenza.engine.step_watch import Watch
 from cadenza.engine.stored_pages import CLOSE_WITHIN_S
 from cadenza.engine.timeouts import RequestTimeouts

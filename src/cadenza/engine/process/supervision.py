@@ -8,7 +8,7 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cadenza.engine.status import EngineState
+from cadenza.engine.batch_engine import EngineState
 
 # How often the usage of a loading process is read in the time after which it counts as hung.
 NUM_USAGE_READS = 8
