@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+import re
 import socket
 import threading
+import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -127,6 +129,24 @@ class RunningServer:
             with suppress(ConnectionError):  # it may have closed already: what it said is there
                 connection.sendall(request)
             return read_to_end(connection)
+
+
+def wait_until(look: Callable[[], Any], within_s: float = TIMEOUT_S) -> None:
+    deadline = time.monotonic() + within_s
+    while not look():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def read_metrics(server: RunningServer) -> dict[str, float]:
+    """Series to values; every line must be one."""
+    found: dict[str, float] = {}
+    for line in server.get("/metrics").text.splitlines():
+        if not line.startswith("#"):
+            matched = re.match(r"^([\w:]+)(?:\{(.*)\})? (\S+)$", line)
+            assert matched is not None, line
+            found[f"{matched[1]}{{{matched[2] or ''}}}"] = float(matched[3])
+    return found
 
 
 def read_events(lines: Iterator[str]) -> Iterator[Any]:

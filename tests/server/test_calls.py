@@ -26,9 +26,8 @@ from tests.server.dialects import (
     streaming,
     told_error,
 )
-from tests.server.harness import RunningServer, options, raw_post, running_server
+from tests.server.harness import RunningServer, options, raw_post, running_server, wait_until
 from tests.server.scripted_engine import ScriptedEngine
-from tests.server.test_streams import wait_until
 
 KEY = "right-key"
 each_call = pytest.mark.parametrize("name", GENERATING)

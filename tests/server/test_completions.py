@@ -1,10 +1,15 @@
-"""The contract of both generating endpoints, held by a scripted engine and by the bundled model."""
+"""The fields of completions and chats, held by a scripted engine and by the bundled model;
+predictions, and characters that are cut."""
 
 from typing import Any
 
 import pytest
 
-from tests.server.harness import RunningServer
+from cadenza.checkpoint.opening import open_checkpoint
+from cadenza.frontend.text_frontend import TextFrontend
+from cadenza.text.tokens.decoder_stages import BYTE_OF_CHARACTER
+from tests.server.harness import RunningServer, running_server
+from tests.server.scripted_engine import ScriptedEngine
 
 CHAT = [{"role": "user", "content": "Name a colour."}]
 
@@ -298,3 +303,101 @@ def test_the_tokenizer_is_described_as_remote_tokenizers_read_it(server: Running
     assert "message" in info["chat_template"]
     pieces = server.post("/detokenize", {"tokens": [info["eos_token_id"]]}).json()["prompt"]
     assert pieces == info["eos_token"]
+
+
+CHAT_PATH = "/v1/chat/completions"
+ASKED: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "What is the capital of France?"}],
+    "max_tokens": 24,
+    "ignore_eos": True,
+    "temperature": 0,
+}
+
+
+def told(server: RunningServer, **fields: Any) -> tuple[str, int, int]:
+    """The content, and the drafts that were accepted and rejected."""
+    answer = server.post(CHAT_PATH, {**ASKED, **fields})
+    assert answer.status_code == 200, answer.text
+    found = answer.json()
+    details = found["usage"]["completion_tokens_details"]
+    content = found["choices"][0]["message"]["content"]
+    return content, details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]
+
+
+def predicted(content: Any) -> dict[str, Any]:
+    return {"prediction": {"type": "content", "content": content}}
+
+
+def test_a_right_prediction_is_accepted_and_changes_nothing(bundled: RunningServer) -> None:
+    content, accepted, rejected = told(bundled)
+    assert accepted == rejected == 0
+    for given in (content, [{"type": "text", "text": content}]):
+        same, accepted, _ = told(bundled, **predicted(given))
+        assert same == content
+        assert accepted >= 8
+    assert told(bundled, speculative=False, **predicted(content)) == (content, 0, 0)
+
+
+def test_the_usage_of_a_stream_counts_drafts(bundled: RunningServer) -> None:
+    content, _, _ = told(bundled)
+    body = {
+        **ASKED,
+        **predicted(content),
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    events = bundled.events(CHAT_PATH, body)
+    usage = events[-2]["usage"]
+    assert 8 <= usage["completion_tokens_details"]["accepted_prediction_tokens"] < 24
+
+
+def test_a_wrong_prediction_changes_nothing(bundled: RunningServer) -> None:
+    content, _, _ = told(bundled)
+    words = content.split()
+    wrong = " ".join(
+        word for pair in zip(words, words[2:] + words[:2], strict=True) for word in pair
+    )
+    assert told(bundled, **predicted(wrong))[0] == content
+    assert told(bundled, **predicted(""))[0] == content
+    assert (
+        told(bundled, temperature=1.2, seed=3, **predicted(wrong))[0]
+        == told(bundled, temperature=1.2, seed=3)[0]
+    )
+
+
+def test_a_prediction_beyond_the_context_is_refused_by_name(bundled: RunningServer) -> None:
+    answer = bundled.post(CHAT_PATH, {**ASKED, **predicted("far too long " * 4000)})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prediction")
+
+
+@pytest.mark.parametrize("speculative", [True, {"num_speculative_tokens": 2}])
+def test_a_request_may_ask_for_drafts(bundled: RunningServer, speculative: Any) -> None:
+    fields = {"repetition_penalty": 0.5, "max_tokens": 60}
+    plain, accepted, _ = told(bundled, **fields)
+    assert accepted == 0
+    same, accepted, _ = told(bundled, speculative=speculative, **fields)
+    assert same == plain
+    assert accepted > 0
+
+
+CHARACTERS = {byte: character for character, byte in BYTE_OF_CHARACTER.items()}
+
+
+@pytest.mark.parametrize(("max_tokens", "shown"), [(6, "é🙂"), (5, "é"), (3, "é"), (1, "")])
+def test_a_character_that_is_cut_is_left_out_and_its_bytes_are_told(
+    max_tokens: int, shown: str
+) -> None:
+    text = TextFrontend(open_checkpoint(None))
+    assert text.tokenizer is not None
+    data = "é🙂".encode()
+    script = [text.tokenizer.id_of(CHARACTERS[byte]) for byte in data]
+    engine = ScriptedEngine(
+        [each for each in script if each is not None], vocab_size=text.tokenizer.vocab_size
+    )
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "logprobs": True}
+    with running_server(engine, text) as server:
+        answer = server.post("/v1/chat/completions", {**body, "max_tokens": max_tokens}).json()
+    (choice,) = answer["choices"]
+    assert (choice["message"]["content"], choice["finish_reason"]) == (shown, "length")
+    entries = choice["logprobs"]["content"]
+    assert [byte for entry in entries for byte in entry["bytes"]] == [*data[:max_tokens]]

@@ -32,14 +32,14 @@ from tests.server.harness import (
     RunningServer,
     options,
     raw_post,
+    read_metrics,
     read_to_end,
     running_server,
+    wait_until,
 )
 from tests.server.scripted_engine import ScriptedEngine
 from tests.server.serve_process import ServeProcess, serve_process
-from tests.server.test_metrics_and_log import read_metrics
 from tests.server.test_serve_command import CERTIFICATE, FLAGS
-from tests.server.test_streams import wait_until
 
 
 def told(caplog: pytest.LogCaptureFixture) -> int:

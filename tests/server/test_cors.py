@@ -12,9 +12,15 @@ from cadenza.errors import ConfigError
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.server.access import ApiKeys, Cors
 from cadenza.server.limits import ServerLimits
-from tests.server.harness import RunningServer, in_background, options, read_events, running_server
+from tests.server.harness import (
+    RunningServer,
+    in_background,
+    options,
+    read_events,
+    running_server,
+    wait_until,
+)
 from tests.server.scripted_engine import ScriptedEngine
-from tests.server.test_streams import wait_until
 
 PAGE = "http://127.0.0.1:5173"
 KEY = "right-key"

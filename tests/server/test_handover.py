@@ -54,9 +54,9 @@ from tests.server.harness import (
     read_to_end,
     serving_at,
     serving_one,
+    wait_until,
 )
 from tests.server.scripted_engine import ScriptedEngine
-from tests.server.test_streams import wait_until
 
 pytestmark = pytest.mark.skipif(not is_supported(), reason="handing over needs Linux")
 

@@ -29,10 +29,10 @@ from tests.server.harness import (
     options,
     raw_post,
     running_server,
+    wait_until,
 )
 from tests.server.scripted_engine import ScriptedEngine
 from tests.server.test_completions import finish_reasons, joined
-from tests.server.test_streams import wait_until
 
 OUTPUT = CompletionOutput(
     index=0,

@@ -17,9 +17,8 @@ from cadenza.server.openai.response_items import input_items, messages_of
 from cadenza.server.openai.responses import ResponseRequest
 from cadenza.server.response_store import ResponseStore, StoreBounds, StoredResponse
 from tests.server.dialects import context_of
-from tests.server.harness import RunningServer, options, running_server
+from tests.server.harness import RunningServer, options, running_server, wait_until
 from tests.server.scripted_engine import ScriptedEngine
-from tests.server.test_streams import wait_until
 
 PATH = "/v1/responses"
 BODY = {"input": "the fox", "max_output_tokens": 6}

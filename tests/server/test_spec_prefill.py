@@ -13,9 +13,8 @@ from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.frontend.sparse_prompts import SparsePrompts
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.sparse_prefill import SpecPrefillConfig
-from tests.server.harness import RunningServer, running_server
+from tests.server.harness import RunningServer, read_metrics, running_server
 from tests.server.scripted_engine import CAPABILITIES, ScriptedEngine
-from tests.server.test_metrics_and_log import read_metrics
 
 WORDS = "one two three four five six seven eight nine ten " * 40
 CHAT = {"model": "scripted", "messages": [{"role": "user", "content": WORDS}], "max_tokens": 2}

@@ -32,9 +32,8 @@ from cadenza.server.tenants import (
     read_tenants,
 )
 from cadenza.tenant import Tenant
-from tests.server.harness import RunningServer, options, raw_post, running_server
+from tests.server.harness import RunningServer, options, raw_post, running_server, wait_until
 from tests.server.scripted_engine import ScriptedEngine
-from tests.server.test_streams import wait_until
 
 HASHED = "sha256:" + sha256(b"hashed-key").hexdigest()
 WHOLE = f"""

@@ -1,4 +1,5 @@
-"""Who waits for whose text: short prompts for no long one, and nobody for /tokenize."""
+"""Who waits for whose text: short prompts for no long one, and nobody for /tokenize; a text
+side that breaks on one request, which alone hears of it."""
 
 import json
 import threading
@@ -16,11 +17,11 @@ from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.server.generation import MAX_INLINE_OUTPUTS
 from cadenza.server.limits import LONG_BYTES, ServerLimits
 from tests.cli.harness import write_model
+from tests.faces.faulty_text import FAULTY_STOP, SECRET, Fault, FaultyOutput, FaultyText
 from tests.server.bodies import GENERATING
 from tests.server.dialects import check_error
-from tests.server.harness import TIMEOUT_S, RunningServer, options, running_server
+from tests.server.harness import TIMEOUT_S, RunningServer, options, running_server, wait_until
 from tests.server.scripted_engine import ScriptedEngine
-from tests.server.test_streams import wait_until
 
 MAX_MODEL_LEN = 256
 NUM_LONG = 8
@@ -279,3 +280,55 @@ def test_detokenize_takes_as_many_tokens_as_the_context_holds(scripted: RunningS
     answer = scripted.post("/detokenize", {"tokens": [5] * (MAX_MODEL_LEN + 1)})
     words = f"maximum context length is {MAX_MODEL_LEN} tokens; tokens has {MAX_MODEL_LEN + 1}"
     check_error(answer, 400, "context_length_exceeded", "tokens", words)
+
+
+BODY: dict[str, Any] = {"prompt": "the fox", "max_tokens": 40}
+
+
+@pytest.mark.parametrize("fault", ["detokenizer", "flush", "stop strings"])
+def test_a_client_whose_text_breaks_is_told_and_another_one_is_served(
+    text: TextFrontend, script: tuple[int, ...], fault: Fault
+) -> None:
+    engine = ScriptedEngine(script)
+    faulty: Any = FaultyText(text, fault)
+    with running_server(engine, faulty) as server:
+        whole = server.post("/v1/completions", BODY).json()["choices"][0]["text"]
+        with server.client() as client:
+            beside = client.stream("POST", "/v1/completions", json={**BODY, "stream": True})
+            engine.pause()
+            with beside as response:
+                engine.resume()
+                answer = server.post("/v1/completions", {**BODY, "stop": FAULTY_STOP})
+                assert answer.status_code == 500
+                assert answer.json()["error"]["code"] == "server_error"
+                assert answer.headers["x-should-retry"] == "false"
+                assert SECRET not in answer.text
+                assert list(response.iter_lines())[-2:] == ["data: [DONE]", ""]
+        streamed = {**BODY, "stop": FAULTY_STOP, "stream": True}
+        *_, failed, done = server.events("/v1/completions", streamed)
+        assert failed["error"]["code"] == "server_error"
+        assert done == "[DONE]"
+        assert server.post("/v1/completions", BODY).json()["choices"][0]["text"] == whole
+        wait_until(lambda: engine.num_open == server.service.num_open == 0)
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_call_of_several_prompts_ends_with_the_one_whose_output_cannot_be_made(
+    text: TextFrontend, script: tuple[int, ...], victim: int, is_stream: bool
+) -> None:
+    engine = ScriptedEngine(script)
+    faulty: Any = FaultyOutput(text, victim)
+    body = {**BODY, "prompt": ["the fox", "a dog", "the cat"], "max_tokens": 200}
+    with running_server(engine, faulty) as server:
+        if is_stream:
+            *_, failed, done = server.events("/v1/completions", {**body, "stream": True})
+            assert failed["error"]["code"] == "server_error"
+            assert done == "[DONE]"
+        else:
+            answer = server.post("/v1/completions", body)
+            assert answer.status_code == 500
+            assert answer.json()["error"]["code"] == "server_error"
+            assert SECRET not in answer.text
+        wait_until(lambda: engine.num_open == server.service.num_open == 0)
+        assert len(server.post("/v1/completions", body).json()["choices"]) == 3

@@ -6,15 +6,19 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 
 pytest.importorskip("opentelemetry.sdk", reason="the extra otel is not installed")
 
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
@@ -29,10 +33,75 @@ from cadenza.server.operations.tracing import (
     traces_url,
 )
 from tests.ports import kept_port
-from tests.server.collector import Collector, attributes, collecting
 from tests.server.harness import RunningServer, options, running_server
 from tests.server.scripted_engine import ScriptedEngine
 from tests.server.serve_process import serve_process
+
+WAIT_S = 60.0
+
+
+@dataclass(slots=True, eq=False)
+class Collector:
+    """`requests` are bodies as they came; while it is paused none is answered."""
+
+    url: str
+    may_answer: threading.Event
+    requests: list[bytes] = field(default_factory=list)
+    paths: list[str] = field(default_factory=list)
+
+    def spans(self) -> list[Any]:
+        found: list[Any] = []
+        for each in self.requests:
+            for resource in ExportTraceServiceRequest.FromString(each).resource_spans:
+                for scope in resource.scope_spans:
+                    found += scope.spans
+        return found
+
+    def named(self, name: str) -> list[Any]:
+        return [span for span in self.spans() if span.name == name]
+
+
+def attributes(span: Any) -> dict[str, Any]:
+    """Their plain values; of a list its items."""
+    return {each.key: _value(each.value) for each in span.attributes}
+
+
+def _value(value: Any) -> Any:
+    kind = value.WhichOneof("value")
+    if kind == "array_value":
+        return [_value(each) for each in value.array_value.values]
+    return getattr(value, kind)
+
+
+@contextmanager
+def collecting() -> Generator[Collector]:
+    may_answer = threading.Event()
+    may_answer.set()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["content-length"]))
+            may_answer.wait(WAIT_S)
+            collector.paths.append(self.path)
+            collector.requests.append(body)
+            self.send_response(200)
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            del format, args
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        collector = Collector(f"http://127.0.0.1:{server.server_port}", may_answer)
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield collector
+        finally:
+            may_answer.set()
+            server.shutdown()
+            thread.join()
+
 
 BODY = {"prompt": "marzipan marzipan", "max_tokens": 3, "temperature": 0.5, "top_p": 0.25}
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331"
