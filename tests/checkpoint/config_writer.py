@@ -2,8 +2,11 @@
 checkpoints of configs that no shape has. A family's own settings are those of `Family.own_keys`."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from cadenza.checkpoint import random_checkpoint
 from cadenza.checkpoint.random_checkpoint import Shape
@@ -17,9 +20,11 @@ from cadenza.models.model_config import ModelConfig
 from cadenza.models.rope_config import LongRopeScaling, format_rope
 from cadenza.models.towers.reader import IMAGE_PROCESSOR_FILE
 from cadenza.models.wrapped_text import NEWER_OUTSIDE, SHARED, TEXT_CONFIG, WRAPPERS
+from cadenza.vision.idefics3 import Idefics3Processor
+from cadenza.vision.tower_config import VisionConfig
+from cadenza.vision.whole_images import Gemma3Images, Gemma4Images
 from cadenza.weights.safetensors_file import DEFAULT_SHARD_BYTES
 from cadenza.weights.weight_format import WeightDType
-from tests.checkpoint.tower_writer import format_vision
 
 
 def format_model_config(config: ModelConfig) -> dict[str, object]:
@@ -63,10 +68,69 @@ def format_files(config: ModelConfig) -> dict[str, dict[str, object]]:
     vision, text = config.vision, format_model_config(config)
     if vision is None:
         return {CONFIG_FILE: text}
-    formatted = format_vision(vision)
+    return _with_vision(vision, text)
+
+
+def _with_vision(vision: VisionConfig, text: dict[str, object]) -> dict[str, dict[str, object]]:
+    """The files of the shape of this family that has the most of this tower's settings, with those
+    that tests change."""
+    tower, processor = vision.tower, vision.processor
+    files = max(
+        (shape for shape in _seeing_shapes() if shape.config.vision.family == vision.family),
+        key=lambda shape: sum(
+            getattr(shape.config.vision.tower, field.name) == getattr(tower, field.name)
+            for field in fields(tower)
+        ),
+    ).files
+    stored: Any = files[CONFIG_FILE]
+    side = None if tower.table is None else tower.table.side
+    whole = {
+        "image_token_id": vision.image_token_id,
+        "image_token_index": vision.image_token_id,
+        "scale_factor": tower.merge,
+        "mm_tokens_per_image": vision.max_part_tokens,
+    }
+    inner = {
+        "hidden_size": tower.hidden_size,
+        "intermediate_size": tower.intermediate_size,
+        "num_hidden_layers": tower.num_layers,
+        "num_attention_heads": tower.num_heads,
+        "image_size": side and side * tower.patch_size,
+        "position_embedding_size": side,
+        "mm_posemb_size": side,
+        "patch_size": tower.patch_size if tower.num_layers else None,  # else that of a token
+        "window_size": tower.windows and tower.windows.side * tower.patch_size * tower.merge,
+        "out_hidden_size": text["hidden_size"],
+    }
+    images: dict[str, object] = {}
+    if isinstance(processor, Idefics3Processor):
+        edges = {"size": processor.longest_edge, "max_image_size": processor.tile}
+        images = {key: {"longest_edge": edge} for key, edge in edges.items()}
+    elif isinstance(processor, Gemma3Images):
+        images["size"] = dict.fromkeys(("height", "width"), processor.side)
+    elif isinstance(processor, Gemma4Images):
+        images["max_soft_tokens"] = processor.max_tokens
+    outside = {*NEWER_OUTSIDE, *SHARED, TEXT_CONFIG, "architectures", "model_type"}
+    own = {key: value for key, value in _changed(stored, whole).items() if key not in outside}
+    own["vision_config"] = _changed(stored["vision_config"], inner)
+    for key in ("use_bidirectional_attention", "pad_token_id"):
+        text[key] = stored[TEXT_CONFIG].get(key)
     return {
-        CONFIG_FILE: wrap_config(vision.family, {**text, **formatted.text}, formatted.config),
-        IMAGE_PROCESSOR_FILE: formatted.processor,
+        CONFIG_FILE: wrap_config(vision.family, text, own),
+        IMAGE_PROCESSOR_FILE: {**files[IMAGE_PROCESSOR_FILE], **images},
+    }
+
+
+@cache
+def _seeing_shapes() -> Sequence[Any]:
+    shapes = map(random_checkpoint.read_shape, random_checkpoint.shape_names())
+    return [shape for shape in shapes if shape.config.vision is not None]
+
+
+def _changed(stored: Mapping[str, object], changes: Mapping[str, object]) -> dict[str, object]:
+    """Where a setting is stated, and there is another."""
+    return {
+        key: value if (new := changes.get(key)) is None else new for key, value in stored.items()
     }
 
 
