@@ -17,6 +17,7 @@ from cadenza.models.rope_factors import rope_factors
 from tests.checkpoint.gguf_bytes import File
 from tests.checkpoint.gguf_models import (
     ARCHITECTURES,
+    GEMMAS_4,
     Conversion,
     convert,
     convert_config,
@@ -45,7 +46,7 @@ def assert_same_weights(found: Checkpoint, original: Checkpoint) -> None:
         assert np.array_equal(ours, expected), name
 
 
-@pytest.mark.parametrize("shape", ARCHITECTURES)
+@pytest.mark.parametrize("shape", ARCHITECTURES | GEMMAS_4)
 def test_a_models_config_and_weights_are_those_of_its_folder(
     make: Make, tmp_path: Path, shape: str
 ):
@@ -58,6 +59,7 @@ def test_a_models_config_and_weights_are_those_of_its_folder(
     assert found.format == "gguf"
     assert replace(
         ours,
+        family=theirs.family if shape == "gemma4-unified" else ours.family,  # not in files
         rope=theirs.rope,
         window_rope=theirs.window_rope,
         norm_adds_one=theirs.norm_adds_one,
@@ -248,6 +250,14 @@ def test_gemma_without_a_pattern_has_every_sixth_layer_full(make: Make, tmp_path
     assert [kind.window for kind in kinds] == [39] * 4
 
 
+def test_keys_of_layers_that_read_those_of_others_are_left_out(make: Make, tmp_path: Path):
+    model = make("gemma4")
+    for name in ("attn_k", "attn_v", "attn_k_norm"):
+        model.tensors[f"blk.4.{name}.weight"] = model.tensors[f"blk.2.{name}.weight"]
+    found = opened(model, tmp_path)
+    assert "model.layers.4.self_attn.k_proj.weight" not in found.weights
+
+
 def without(key: str) -> Callable[[Conversion], object]:
     return lambda model: model.metadata.pop(key)
 
@@ -357,10 +367,30 @@ REFUSED: dict[str, tuple[Callable[[Conversion], object], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
+OF_GEMMA_4: dict[str, tuple[Callable[[Conversion], object], str]] = {
+    "a rope that turns other pairs": (
+        lambda model: model.tensors[ROPE].__setitem__(1, 2.0),
+        "rope_freqs",
+    ),
+    "wide MLPs in other layers": (
+        setting(feed_forward_length=[88, 88, 88, 176, 88]),
+        "feed_forward_length",
+    ),
+    "values of another length": (
+        setting(attention__value_length_swa=32),
+        r"attention\.value_length_swa",
+    ),
+    "a pattern of other layers": (
+        setting(attention__sliding_window_pattern=[True] * 3),
+        r"attention\.sliding_window_pattern",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", [*REFUSED, *OF_GEMMA_4])
 def test_what_is_not_supported_is_refused_by_its_name(make: Make, tmp_path: Path, case: str):
-    change, words = REFUSED[case]
-    model = make()
+    change, words = (REFUSED | OF_GEMMA_4)[case]
+    model = make("gemma4" if case in OF_GEMMA_4 else "llama")
     assert opened(model, tmp_path)
     change(model)
     with pytest.raises(CheckpointError, match=words) as refusal:

@@ -1,4 +1,4 @@
-"""The safetensors reader on honest files and on a corpus of lies."""
+"""The safetensors reader on honest files, and on lies beside those of `hostile`."""
 
 import json
 from pathlib import Path
@@ -64,54 +64,15 @@ def test_metadata_and_padded_headers_are_accepted(tmp_path: Path):
 
 
 LIES: dict[str, tuple[bytes, str]] = {
-    "an empty file": (b"", "too few"),
     "seven bytes": (b"1234567", "too few"),
-    "a header longer than the file": (encode_file(HEADER, DATA, claimed_length=10_000), "claims"),
-    "a header of 2^63 bytes": (encode_file(HEADER, DATA, claimed_length=1 << 63), "claims"),
     "a header cut short": (encode_file(HEADER, DATA, claimed_length=20), "JSON"),
-    "a header of no bytes": (encode_file(b"", b""), "JSON"),
-    "a header that is a list": (encode_file([1, 2], DATA), "object"),
-    "a header that is no UTF-8": (encode_file(b"{\xff}", DATA), "JSON"),
-    "a header nested too deep": (encode_file(b"[" * 100_000, DATA), "JSON"),
-    "a name given twice": (
-        encode_file(b'{"a": %s, "a": %s}' % ((json.dumps(HEADER["a"]).encode(),) * 2), DATA),
-        "twice",
-    ),
-    "data cut short": (encode_file(HEADER, DATA[:-1]), "data_offsets"),
-    "data that no tensor covers": (encode_file(HEADER, DATA + b"x"), "32 bytes|has 33"),
-    "a hole between tensors": (
-        encode_file(changed("b", data_offsets=[26, 34]), DATA + b"xx"),
-        "hole",
-    ),
-    "overlapping tensors": (encode_file(changed("b", data_offsets=[16, 24]), DATA[:-8]), "overlap"),
-    "offsets beyond the file": (encode_file(changed("b", data_offsets=[24, 4096]), DATA), "b"),
-    "offsets that run backwards": (encode_file(changed("b", data_offsets=[32, 24]), DATA), "start"),
-    "negative offsets": (encode_file(changed("a", data_offsets=[-24, 0]), DATA), "-24"),
-    "offsets that are no numbers": (
-        encode_file(changed("a", data_offsets=["0", "24"]), DATA),
-        "'0'",
-    ),
-    "three offsets": (encode_file(changed("a", data_offsets=[0, 8, 24]), DATA), "start, stop"),
+    "a hole": (encode_file(changed("b", data_offsets=[26, 34]), DATA + b"xx"), "hole"),
+    "offsets that are texts": (encode_file(changed("a", data_offsets=["0", "24"]), DATA), "'0'"),
     "no offsets": (encode_file({"a": {"dtype": "F32", "shape": [6]}}, DATA), "data_offsets"),
     "no shape": (encode_file({"a": {"dtype": "F32", "data_offsets": [0, 32]}}, DATA), "shape"),
     "a shape of another size": (encode_file(changed("a", shape=[2, 4]), DATA), "32 bytes"),
-    "a huge shape": (encode_file(changed("a", shape=[1 << 62, 1 << 62]), DATA), "shape"),
-    "a shape whose product wraps around": (
-        encode_file(changed("a", shape=[32] * 8), DATA),
-        "bytes",
-    ),
-    "a negative shape": (encode_file(changed("a", shape=[-2, -3]), DATA), "-2"),
     "a fractional shape": (encode_file(changed("a", shape=[2.0, 3]), DATA), "2.0"),
     "a shape with a truth value": (encode_file(changed("a", shape=[True, 6]), DATA), "True"),
-    "nine axes": (encode_file(changed("a", shape=[1] * 8 + [6]), DATA), "axes"),
-    "a wrong dtype": (encode_file(changed("a", dtype="F16"), DATA), "12 bytes"),
-    "an unsupported dtype": (encode_file(changed("a", dtype="F64"), DATA), "BF16, F16, F32"),
-    "a dtype that is no string": (encode_file(changed("a", dtype=7), DATA), "dtype"),
-    "an entry that is no tensor": (encode_file({**HEADER, "c": 3}, DATA), "'c'"),
-    "a name of a million characters": (
-        encode_file({"n" * 1_000_000: HEADER["a"]}, DATA[:24]),
-        "entry",
-    ),
     "a million lists": (encode_file({"a": [[]] * 1_000_000}, b""), "over 100000 tensors"),
 }
 

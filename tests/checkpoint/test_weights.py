@@ -1,4 +1,5 @@
-"""Finding tensors in one file or many, and comparing them with the declaration."""
+"""Finding tensors in one file or many, and comparing them with the declaration; what `hostile` has
+is not repeated."""
 
 import hashlib
 import json
@@ -86,16 +87,11 @@ def test_a_folder_without_safetensors_says_what_it_has(tmp_path: Path):
 
 
 ESCAPES = [
-    "../outside.safetensors",
-    "/etc/outside.safetensors",
     "sub/inside.safetensors",
-    "..\\outside.safetensors",
     "C:outside.safetensors",
     ".hidden.safetensors",
-    "model.bin",
     "a\0.safetensors",
     "",
-    7,
     None,
     ["one.safetensors"],
 ]
@@ -128,32 +124,12 @@ def test_an_index_cannot_lead_out_of_its_folder(tmp_path: Path, shard: Any):
         open_weights(folder)
 
 
-def test_an_index_that_names_an_absent_tensor_is_refused(tmp_path: Path):
-    weight_map = write_shards(tmp_path, small_model()[1])
-    (tmp_path / INDEX).write_text(
-        json.dumps({"weight_map": {**weight_map, "ghost": "one.safetensors"}})
-    )
-    with pytest.raises(CheckpointError, match="ghost"):
-        open_weights(tmp_path)
-
-
-def test_a_tensor_that_the_index_does_not_place_is_refused(tmp_path: Path):
-    weight_map = write_shards(tmp_path, small_model()[1])
-    del weight_map[EMBEDDING]
-    (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
-    with pytest.raises(CheckpointError, match=EMBEDDING):
-        open_weights(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("index", "said"),
     [
         ("{}", "weight_map"),
-        ('{"weight_map": {}}', "0 files"),
-        ('{"weight_map": []}', "object"),
         ("[]", "object"),
         ("{", "JSON"),
-        ('{"weight_map": {"a": "absent.safetensors"}}', "absent"),
         ('{"weight_map": {"a": "x.safetensors", "a": "y.safetensors"}}', "twice"),
     ],
 )
@@ -166,27 +142,6 @@ def test_a_malformed_index_is_a_named_error(tmp_path: Path, index: str, said: st
 def check_small(folder: Path, tensors: dict[str, np.ndarray]) -> None:
     write_tensors(folder / "model.safetensors", tensors)
     check_weights(small_model()[0], open_weights(folder))
-
-
-def test_a_missing_tensor_is_named(tmp_path: Path):
-    tensors = small_model()[1]
-    del tensors["model.layers.1.mlp.up_proj.weight"]
-    with pytest.raises(CheckpointError, match=r"lack model\.layers\.1\.mlp\.up_proj\.weight"):
-        check_small(tmp_path, tensors)
-
-
-def test_an_extra_tensor_is_named(tmp_path: Path):
-    tensors = small_model()[1] | {"model.layers.2.mlp.up_proj.weight": np.zeros(3, np.float32)}
-    with pytest.raises(CheckpointError, match=r"contain model\.layers\.2"):
-        check_small(tmp_path, tensors)
-
-
-def test_a_shape_that_the_config_does_not_call_for_is_refused(tmp_path: Path):
-    tensors = small_model()[1]
-    name = "model.layers.0.self_attn.q_proj.weight"
-    tensors[name] = np.ascontiguousarray(tensors[name].T)
-    with pytest.raises(CheckpointError, match=r"\[6, 12\].*\[12, 6\]"):
-        check_small(tmp_path, tensors)
 
 
 def test_stored_rotary_frequencies_are_ignored(tmp_path: Path):
