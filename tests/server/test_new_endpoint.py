@@ -54,7 +54,7 @@ class EventEncoder(StreamEncoder):
     def opening(self) -> bytes:
         return b"event: start\ndata: {}\n\n"
 
-    def take(self, place: int, request: PromptInfo, outputs: Sequence[CompletionOutput]) -> bytes:
+    def take(self, prompt: int, request: PromptInfo, outputs: Sequence[CompletionOutput]) -> bytes:
         return b"".join(
             b"event: delta\ndata: " + self._shown(output.text) + b"\n\n" for output in outputs
         )

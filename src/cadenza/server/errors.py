@@ -1,5 +1,5 @@
-"""Error answers: `ApiError`; kinds with fixed messages are rows of a table. Invariant: a message
-depends on the error's kind only; it holds no path, and no exception's text except that of errors
+"""Error answers: `ApiError`; those with fixed messages are rows of a table. Invariant: a message
+depends on the error's code only; it holds no path, and no exception's text except that of errors
 for clients (`InvalidRequestError`)."""
 
 import math
@@ -146,8 +146,8 @@ def beyond_context(field: str, length: str, max_model_len: int) -> ApiError:
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
-    """A kind of error, which makes it when called; `message` and header values are formats of the
+class ErrorTemplate:
+    """Makes an error of one code when called; `message` and header values are formats of the
     arguments."""
 
     status: int
@@ -167,105 +167,109 @@ _NO_RETRY: Headers = (("x-should-retry", "false"),)
 _RETRY: Headers = (("retry-after", str(RETRY_QUEUE_S)),)
 _RETRY_LATER: Headers = (("retry-after", "{seconds}"),)
 
-invalid_http = Kind(400, "invalid_http", "{message}", CLOSING)
-invalid_host = Kind(
+invalid_http = ErrorTemplate(400, "invalid_http", "{message}", CLOSING)
+invalid_host = ErrorTemplate(
     400,
     "invalid_host",
     "the Host header is {name}: a server at a loopback address without an API key answers to "
     "localhost, IP addresses and the names of --allowed-hosts, so that no web page can reach it "
     "under a name of its own; call it by one of those, or start it with a key",
 )
-invalid_api_key = Kind(
+invalid_api_key = ErrorTemplate(
     401,
     "invalid_api_key",
     "a valid API key is needed; send it as `Authorization: Bearer KEY` or `x-api-key: KEY`",
     (("www-authenticate", 'Bearer realm="cadenza"'),),
 )
-model_not_found = Kind(
+model_not_found = ErrorTemplate(
     404,
     "model_not_found",
     "there is no model {model!r} here; this server has {listed}: ask for that, or start it with "
     "--served-model-name and the name that clients use, or with --served-model-name '*' for any",
     param="model",
 )
-request_not_found = Kind(404, "request_not_found", "no request with this id is open", param="id")
-unknown_url = Kind(404, "unknown_url", "there is nothing at {method} {path}; {advice}")
-method_not_allowed = Kind(
+request_not_found = ErrorTemplate(
+    404, "request_not_found", "no request with this id is open", param="id"
+)
+unknown_url = ErrorTemplate(404, "unknown_url", "there is nothing at {method} {path}; {advice}")
+method_not_allowed = ErrorTemplate(
     405,
     "method_not_allowed",
     "{method} does not work here; {listed} does",
     (("allow", "{listed}"),),
 )
-content_too_large = Kind(
+content_too_large = ErrorTemplate(
     413, "content_too_large", "the body has over {limit}, the most that is read; send less", CLOSING
 )
-unsupported_media_type = Kind(
+unsupported_media_type = ErrorTemplate(
     415,
     "unsupported_media_type",
     "the body's type must be application/json; set the content-type header",
 )
-unsupported_encoding = Kind(
+unsupported_encoding = ErrorTemplate(
     415,
     "unsupported_media_type",
     "the body's {header} is {coding!r}; only plain JSON is read: send the body uncompressed",
     (("accept-encoding", "identity"),),
 )
-queue_full = Kind(429, "queue_full", "{message}", _RETRY)
-queue_too_long = Kind(429, "queue_full", "{message}", _RETRY_LATER)
-rate_limited = Kind(
+queue_full = ErrorTemplate(429, "queue_full", "{message}", _RETRY)
+queue_too_long = ErrorTemplate(429, "queue_full", "{message}", _RETRY_LATER)
+rate_limited = ErrorTemplate(
     429,
     "rate_limit_exceeded",
     "your key's {rate} is used up; try again in {seconds} {unit}",
     _RETRY_LATER,
 )
-bodies_full = Kind(
+bodies_full = ErrorTemplate(
     429,
     "bodies_full",
     "{limit} of bodies are being read, the most that --max-bodies-bytes allows; try again when "
     "some have been",
     _RETRY,
 )
-connections_full = Kind(
+connections_full = ErrorTemplate(
     429,
     "connections_full",
     "as many connections have requests in progress as this server has file descriptors for; try "
     "again when some have finished",
     _RETRY,
 )
-model_failed = Kind(
+model_failed = ErrorTemplate(
     503,
     "model_failed",
     "the model {name} could not be loaded: {reason}; it is tried again in {seconds} seconds at the "
     "earliest, other models are served meanwhile",
     _RETRY_LATER,
 )
-models_full = Kind(
+models_full = ErrorTemplate(
     503,
     "loading",
     "the model {name} is not loaded, and {num_waiting} requests wait for models already, as many "
     "as --max-num-queued-reqs and --max-bodies-bytes allow; try again soon",
     _RETRY_LATER,
 )
-form_not_checked = Kind(503, "form_not_checked", "{message}", _RETRY)
+form_not_checked = ErrorTemplate(503, "form_not_checked", "{message}", _RETRY)
 """The machine is the cause, so the request may be retried."""
-cancelled = Kind(400, "cancelled", "the request was cancelled, so that it has no answer")
+cancelled = ErrorTemplate(400, "cancelled", "the request was cancelled, so that it has no answer")
 """The end of a call whose answer is nothing if it is not whole."""
-step_failed = Kind(500, "step_failed", "the computation failed; the server's log has the cause")
+step_failed = ErrorTemplate(
+    500, "step_failed", "the computation failed; the server's log has the cause"
+)
 """The cause may be the machine, so the request may be retried."""
-engine_failed = Kind(
+engine_failed = ErrorTemplate(
     500,
     "engine_failed",
     "the engine failed each time that it computed this request, the last time with no other; do "
     "not send it again",
     _NO_RETRY,
 )
-queue_timeout = Kind(
+queue_timeout = ErrorTemplate(
     504,
     "deadline_exceeded",
     "the request was not started in time: --queue-timeout allows {queue_s:g} seconds in the queue, "
     "and --request-timeout {total_s:g} for all of it; try again later",
 )
-request_timeout = Kind(
+request_timeout = ErrorTemplate(
     504,
     "deadline_exceeded",
     "the request took {seconds:g} seconds and was not finished; --request-timeout allows no more: "

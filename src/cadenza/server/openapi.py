@@ -37,13 +37,13 @@ def object_of(required: dict[str, Schema]) -> Schema:
 
 @dataclass(frozen=True, slots=True)
 class AnswerSchema:
-    """The body of a 200: component `name`, or text of type `kind`; `also`: other text types, on
+    """The body of a 200: component `name`, or text of a `media_type`; `also`: other text types, on
     request."""
 
     name: str
     schema: Schema | None
     also: tuple[str, ...] = ()
-    kind: str = "text/plain"
+    media_type: str = "text/plain"
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ def _answer(route: ApiRoute, dialect: Dialect) -> dict[str, Any]:
     name = route.answers.name
     content: dict[str, Any] = {kind: {"schema": TEXT} for kind in route.answers.also}
     if route.answers.schema is None:
-        content[route.answers.kind] = {"schema": TEXT}
+        content[route.answers.media_type] = {"schema": TEXT}
         return {"description": f"{name}.", "content": content}
     content["application/json"] = {"schema": {"$ref": f"#/components/schemas/{name}"}}
     if route.can_stream:

@@ -80,8 +80,8 @@ def read_tenants(path: Path) -> TenantFile:
     except (ValueError, RecursionError) as error:
         # The library quotes no value, only the place.
         at = re.search(r"at (line \d+, column \d+|end of document)", str(error))
-        place = f" ({at.group()})" if at else ""
-        raise ConfigError(f"{where} is no TOML file{place}; see docs/serving.md") from None
+        position = f" ({at.group()})" if at else ""
+        raise ConfigError(f"{where} is no TOML file{position}; see docs/serving.md") from None
     _refuse_others(where, found, {"default", "tenants"})
     default = _limits_of(f"{where}: default", _table(where, found.get("default", {})), Tenant())
     tables = _table(f"{where}: tenants", found.get("tenants", {}))
@@ -92,13 +92,13 @@ def read_tenants(path: Path) -> TenantFile:
             raise ConfigError(
                 f"{where}: a tenant's name is {show(name)}; use 1 to 32 letters, digits, ., _ or -"
             )
-        place = f"{where}: tenants.{name}"
-        table = _table(place, value)
-        for key in _keys_of(place, table.pop("keys", None)):
+        here = f"{where}: tenants.{name}"
+        table = _table(here, value)
+        for key in _keys_of(here, table.pop("keys", None)):
             if key in keys:
-                raise ConfigError(f"{place} has a key of tenants.{keys[key]}; give each its own")
+                raise ConfigError(f"{here} has a key of tenants.{keys[key]}; give each its own")
             keys[key] = name
-        named[name] = _limits_of(place, table, Tenant(name=name))
+        named[name] = _limits_of(here, table, Tenant(name=name))
     if len(keys) > MAX_KEYS:
         raise ConfigError(f"{where} has {len(keys)} keys; at most {MAX_KEYS} are allowed")
     return TenantFile(named=named, keys=keys, default=default)

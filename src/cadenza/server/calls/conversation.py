@@ -199,11 +199,11 @@ def with_system(system: str | None, messages: Sequence[Message]) -> list[Message
     """After a system text; leading system messages become one, as many templates need, except with
     images."""
     texts = [] if not system else [system]
-    place = 0
-    while place < len(messages) and messages[place]["role"] in ("system", "developer"):
-        if not isinstance(messages[place]["content"], str):
+    index = 0
+    while index < len(messages) and messages[index]["role"] in ("system", "developer"):
+        if not isinstance(messages[index]["content"], str):
             break
-        texts.append(messages[place]["content"])
-        place += 1
+        texts.append(messages[index]["content"])
+        index += 1
     leading = [{"role": "system", "content": "\n\n".join(texts)}] if texts else []
-    return [*leading, *messages[place:]]
+    return [*leading, *messages[index:]]

@@ -95,8 +95,8 @@ class StreamEncoder(AnswerEncoder):
         return b""
 
     @abstractmethod
-    def take(self, place: int, request: PromptInfo, outputs: Sequence[CompletionOutput]) -> bytes:
-        """The events of new outputs of the prompt at `place` in the call."""
+    def take(self, prompt: int, request: PromptInfo, outputs: Sequence[CompletionOutput]) -> bytes:
+        """The events of new outputs of a prompt, by its index in the call."""
 
     def silence(self) -> bytes:
         """Sent after a silence, so that no proxy closes the connection."""
@@ -208,8 +208,8 @@ class BlockEncoder(StreamEncoder):
     def _events(self, output: CompletionOutput) -> Iterable[bytes]:
         return [made for event in self._read(output) for made in self._events_of(event)]
 
-    def take(self, place: int, request: PromptInfo, outputs: Sequence[CompletionOutput]) -> bytes:
-        del place, request  # there is one prompt, which the answer does not contain
+    def take(self, prompt: int, request: PromptInfo, outputs: Sequence[CompletionOutput]) -> bytes:
+        del prompt, request  # there is one prompt, which the answer does not contain
         return b"".join([made for output in outputs for made in self._events(output)])
 
     def whole(self, outputs: Sequence[RequestOutput]) -> bytes:

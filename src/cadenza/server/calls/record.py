@@ -213,8 +213,8 @@ class RequestRecord:
         now_s = self.clock()
         for use in self.usage.used.values():
             self.counts.count_use(use)
-        for place, times in enumerate(self.prompts):
-            num_generated = self._num_generated(place)
+        for prompt, times in enumerate(self.prompts):
+            num_generated = self._num_generated(prompt)
             self.counts.request_s.add(now_s - self.arrived_s)
             self.counts.request_generation_tokens.add(num_generated)
             if times.first_s is not None and num_generated > 1:

@@ -329,17 +329,17 @@ class UnknownMembers:
         """Each with the field that it is in, as `messages.frob`, in the order of the request."""
         return tuple(self._ignored)
 
-    def suggestion(self, place: str, name: str, known: Iterable[str]) -> str | None:
+    def suggestion(self, field: str, name: str, known: Iterable[str]) -> str | None:
         """The known name that may be meant. Raises ApiError (400) where a request has too many
         unknown names to compare."""
         if self.policy == "ignore":
             return None
-        if (place, name) not in self._compared:
+        if (field, name) not in self._compared:
             if len(self._compared) == MAX_NEAR_CHECKS:
                 message = f"the request has over {MAX_NEAR_CHECKS} unknown fields; leave them out"
                 raise ApiError(400, "unknown_field", message)
-            self._compared[place, name] = near_name(name, known)
-        return self._compared[place, name]
+            self._compared[field, name] = near_name(name, known)
+        return self._compared[field, name]
 
     def ignore(self, name: str) -> None:
         if len(self._ignored) < MAX_IGNORED:

@@ -299,7 +299,7 @@ class ConversationBody(Body):
         return {"add_generation_prompt": is_begun, "continue_final_message": is_continued}
 
 
-def _message(name: str, place: int, value: object) -> dict[str, Any]:
+def _message(name: str, index: int, value: object) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise invalid_value(f"{name} holds {show(value)}; a message is an object", name)
     message = _without_nulls(cast(dict[str, Any], value))
@@ -314,7 +314,7 @@ def _message(name: str, place: int, value: object) -> dict[str, Any]:
     calls = fields["tool_calls"].type.check(name, _given_calls(message, parts))
     if content is None and (calls or role in ("assistant", "tool")):
         content = message.get("refusal", "")
-    checked = fields["content"].type.check(f"{name}[{place}]", content)
+    checked = fields["content"].type.check(f"{name}[{index}]", content)
     plain: dict[str, Any] = {"role": role, "content": checked}
     if calls:
         plain["tool_calls"] = calls

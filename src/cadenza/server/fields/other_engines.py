@@ -164,14 +164,14 @@ class OtherEnginesBody(Body):
 
 
 def _inlined(given: Mapping[str, object]) -> Mapping[str, object]:
-    found, places = dict(given), dict[str, str]()
-    for place in _INLINED:
-        for name, value in members_of(given.get(place)).items():
-            own, other = found.get(name), places.get(name, "")
+    found, origins = dict(given), dict[str, str]()
+    for origin in _INLINED:
+        for name, value in members_of(given.get(origin)).items():
+            own, other = found.get(name), origins.get(name, "")
             if own is not None and value is not None and own != value:
                 raise invalid_value(
-                    f"{other}{name} and {place}.{name} differ; give one of them", place
+                    f"{other}{name} and {origin}.{name} differ; give one of them", origin
                 )
             if own is None and name not in _INLINED:
-                found[name], places[name] = value, f"{place}."
+                found[name], origins[name] = value, f"{origin}."
     return found

@@ -130,15 +130,15 @@ def speculative_choice(name: str, value: object) -> bool | dict[str, int]:
     return {key: check_member(name, key, NUM_DRAFTS, item) for key, item in given.items()}
 
 
-_PLACE = Integer(0, 1 << 31)
+_INDEX = Integer(0, 1 << 31)
 
 
-@field_type(array_schema(_PLACE.schema(), 2, 2))
+@field_type(array_schema(_INDEX.schema(), 2, 2))
 def token_span(name: str, value: object) -> tuple[int, int]:
     """[start, stop), in which there is a token."""
-    places = cast(list[object], value) if isinstance(value, list) else []
-    if len(places) == 2:
-        start, stop = (_PLACE.check(name, each) for each in places)
+    ends = cast(list[object], value) if isinstance(value, list) else []
+    if len(ends) == 2:
+        start, stop = (_INDEX.check(name, each) for each in ends)
         if start < stop:
             return start, stop
     raise refuse(name, cast(object, value), "two places of tokens, the first below the second")

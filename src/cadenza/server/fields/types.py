@@ -400,7 +400,7 @@ def _decode(body: bytes) -> object:
         return msgspec.json.decode(body)
     except (ValueError, UnicodeDecodeError) as error:
         if len(body) > MAX_LENIENT_BYTES:
-            raise _wrong_at(*_place_of(body, str(error)), _NOT_JSON) from None
+            raise _wrong_at(*_offset_of(body, str(error)), _NOT_JSON) from None
     try:
         return json.loads(_text(body))
     except json.JSONDecodeError as error:
@@ -420,23 +420,23 @@ def _text(body: bytes) -> str:
     return text.removeprefix("\ufeff")
 
 
-def _place_of(body: bytes, message: str) -> tuple[str, int]:
+def _offset_of(body: bytes, message: str) -> tuple[str, int]:
     """The body's text, and the place in it at which msgspec stopped."""
     found = re.search(r"\(byte (\d+)\)", message)
     end = len(body) if found is None else int(found[1])
     return body.decode(errors="replace"), len(body[:end].decode(errors="replace"))
 
 
-def _wrong_at(text: str, place: int, wanted: str) -> ApiError:
+def _wrong_at(text: str, offset: int, wanted: str) -> ApiError:
     if not text.strip():
         return invalid_json("is empty")
-    found = text[place : place + MAX_SHOWN_CHARS]
-    return _wrong(text, place, repr(found) if found else "the end of the body", wanted)
+    found = text[offset : offset + MAX_SHOWN_CHARS]
+    return _wrong(text, offset, repr(found) if found else "the end of the body", wanted)
 
 
-def _wrong(text: str, place: int, found: str, wanted: str) -> ApiError:
-    line = text.count("\n", 0, place) + 1
-    column = place - text.rfind("\n", 0, place)
+def _wrong(text: str, offset: int, found: str, wanted: str) -> ApiError:
+    line = text.count("\n", 0, offset) + 1
+    column = offset - text.rfind("\n", 0, offset)
     return invalid_json(
         f"is not valid JSON: line {line}, column {column} has {found}; {wanted}", at_place=True
     )

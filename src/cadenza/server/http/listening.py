@@ -90,15 +90,15 @@ def listening_for_metrics(
     if address.metrics_port is None:
         yield None
         return
-    place = replace(address, port=address.metrics_port, uds=None)
+    own = replace(address, port=address.metrics_port, uds=None)
     num_left = round(patience_s / METRICS_RETRY_S)
     while True:
         try:
-            bound = _open_port(place)
+            bound = _open_port(own)
         except ConfigError as error:
             if not num_left:
                 reason = str(error).partition(": ")[2]
-                raise ConfigError(f"--metrics-port {place.port}: {reason}") from None
+                raise ConfigError(f"--metrics-port {own.port}: {reason}") from None
         else:
             break
         num_left -= 1
@@ -165,13 +165,13 @@ def resolve(address: Address) -> tuple[int, Any]:
         found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
     except (OSError, OverflowError, UnicodeError) as error:
         raise _refused(address, error) from None
-    family, _, _, _, place = found[0]
-    return family, place
+    family, _, _, _, name = found[0]
+    return family, name
 
 
 def _open_port(address: Address) -> socket.socket:
     """Two processes can bind one port before either listens, so this listens at once."""
-    family, place = resolve(address)
+    family, name = resolve(address)
     try:
         with contextlib.ExitStack() as on_error:
             # asyncio sets TCP_NODELAY only where the protocol is named; without it, the second
@@ -179,7 +179,7 @@ def _open_port(address: Address) -> socket.socket:
             made = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
             bound = on_error.enter_context(made)
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            bound.bind(place)
+            bound.bind(name)
             bound.listen(BACKLOG)
             on_error.pop_all()
     except (OSError, OverflowError) as error:

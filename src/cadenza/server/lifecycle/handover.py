@@ -68,9 +68,9 @@ def is_supported() -> bool:
     return sys.platform == "linux"
 
 
-def control_name(place: object) -> bytes:
+def control_name(name: object) -> bytes:
     """The abstract name for a bound address: of `getsockname`, or the complete path."""
-    digest = blake2b(repr(place).encode(), digest_size=16).hexdigest()
+    digest = blake2b(repr(name).encode(), digest_size=16).hexdigest()
     return f"\0cadenza-handover-{digest}".encode()
 
 
@@ -114,7 +114,7 @@ class Left(msgspec.Struct, frozen=True, tag="left"):
 
 
 Message = Hello | Refused | Offer | Take | Sockets | Commit | Left
-Kind = TypeVar("Kind", bound=msgspec.Struct)
+MessageT = TypeVar("MessageT", bound=msgspec.Struct)
 
 
 class GoneError(Exception):
@@ -132,25 +132,25 @@ def send(connection: socket.socket, message: Message) -> None:
     connection.send(msgspec.json.encode(message))
 
 
-def receive(connection: socket.socket, kind: type[Kind]) -> Kind:
+def receive(connection: socket.socket, expected: type[MessageT]) -> MessageT:
     """Raises GoneError, OSError, msgspec.MsgspecError."""
     try:
-        return decode(connection.recv(MAX_MESSAGE_BYTES), kind)
+        return decode(connection.recv(MAX_MESSAGE_BYTES), expected)
     except ConnectionError:
         raise GoneError from None
 
 
-def decode(packet: bytes, kind: Any) -> Any:
+def decode(packet: bytes, expected: Any) -> Any:
     """Raises GoneError where there is none, msgspec.MsgspecError where it is another one."""
     if not packet:
         raise GoneError
-    return msgspec.json.decode(packet, type=kind)
+    return msgspec.json.decode(packet, type=expected)
 
 
-async def receive_from(connection: socket.socket, kind: type[Kind]) -> Kind:
+async def receive_from(connection: socket.socket, expected: type[MessageT]) -> MessageT:
     """Raises GoneError, OSError, msgspec.MsgspecError."""
     loop = asyncio.get_running_loop()
-    return decode(await loop.sock_recv(connection, MAX_MESSAGE_BYTES), kind)
+    return decode(await loop.sock_recv(connection, MAX_MESSAGE_BYTES), expected)
 
 
 # --- the predecessor ------------------------------------------------------------------------------
@@ -172,12 +172,12 @@ def opened(address: Address) -> Generator[ServerSockets]:
 def _open_control(address: Address, bound: socket.socket) -> socket.socket | None:
     if not is_supported():
         return None
-    place = bound.getsockname() if address.uds is None else os.path.realpath(address.uds)
+    name = bound.getsockname() if address.uds is None else os.path.realpath(address.uds)
     with contextlib.ExitStack() as on_error:
         control = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         on_error.callback(control.close)
         try:
-            control.bind(control_name(place))
+            control.bind(control_name(name))
             control.listen(NUM_WAITING)
         except OSError as error:
             logger.warning(
@@ -348,7 +348,7 @@ def _ask(address: Address, exchange: ExchangeOptions) -> tuple[socket.socket, Of
         on_error.callback(connection.close)
         connection.settimeout(exchange.answer_s)
         try:
-            connection.connect(control_name(_place_of(address)))
+            connection.connect(control_name(_name_of(address)))
             user_id = user_of(connection)
             if user_id != exchange.user_id:
                 raise ConfigError(
@@ -409,12 +409,12 @@ def _unanswered(address: Address, exchange: ExchangeOptions) -> ConfigError:
     )
 
 
-def _place_of(address: Address) -> object:
+def _name_of(address: Address) -> object:
     """What `control_name` is made of. Raises ConfigError."""
     if address.uds is not None:
         return os.path.realpath(address.uds)
-    _, place = resolve(address)
-    return place
+    _, name = resolve(address)
+    return name
 
 
 def _flags_of(address: Address) -> str:

@@ -175,8 +175,8 @@ class _CallNumbers:
     def answered(self, tool: object) -> str | None:
         """The oldest open call of the tool, or of any if it has no name."""
         asked = enumerate(self._open)
-        place = next((n for n, (name, _) in asked if tool in (None, "", name)), None)
-        return None if place is None else self._open.pop(place)[1]
+        index = next((n for n, (name, _) in asked if tool in (None, "", name)), None)
+        return None if index is None else self._open.pop(index)[1]
 
 
 _RENAMED = {"thinking": "reasoning_content", "tool_name": "name"}

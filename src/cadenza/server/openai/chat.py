@@ -143,7 +143,7 @@ class ChatEncoder(ChunkEncoder):
             first = self._num_calls.get(index, 0)
             self._num_calls[index] = first + len(calls)
             numbered = enumerate(calls, first)
-            delta["tool_calls"] = [{"index": place, **call} for place, call in numbered]
+            delta["tool_calls"] = [{"index": number, **call} for number, call in numbered]
         return delta
 
     def whole_choice(

@@ -134,12 +134,12 @@ class ChunkEncoder(StreamEncoder):
                 made += [self._before, _encode(part), after]
         return b"".join(made)
 
-    def take(self, place: int, request: PromptInfo, outputs: Sequence[CompletionOutput]) -> bytes:
+    def take(self, prompt: int, request: PromptInfo, outputs: Sequence[CompletionOutput]) -> bytes:
         made: list[bytes] = []
         if not self._is_before_fixed and self.head.system_fingerprint is not None:
             self._before, self._is_before_fixed = self._make_before(), True
         for output in outputs:
-            part = self.part(place * self._n + output.index, output, request)
+            part = self.part(prompt * self._n + output.index, output, request)
             if part is not None:
                 _add_end(part, output)
                 after = self._after if self._is_after_fixed else self._next_after(request)

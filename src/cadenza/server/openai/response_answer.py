@@ -154,10 +154,10 @@ class ResponseEncoder(BlockEncoder):
         return event_bytes(f"response.{name}", {"sequence_number": number, **members})
 
     def _within(self, name: str, block: Block, /, **members: Any) -> bytes:
-        places: dict[str, Any] = {"item_id": self._item_id(block), "output_index": block.index}
+        indices: dict[str, Any] = {"item_id": self._item_id(block), "output_index": block.index}
         if block.kind != "tool_call":
-            places["content_index"] = 0
-        return self._event(name, **places, **members)
+            indices["content_index"] = 0
+        return self._event(name, **indices, **members)
 
     def _events_of(self, event: BlockEvent) -> Iterator[bytes]:
         block = event.block
@@ -262,10 +262,10 @@ async def _input_items(service: Service, exchange: Exchange) -> None:
         items.reverse()
     after = query.get("after")
     if after is not None:
-        place = next((i for i, item in enumerate(items) if item["id"] == after), None)
-        if place is None:
+        index = next((i for i, item in enumerate(items) if item["id"] == after), None)
+        if index is None:
             raise invalid_value("after is the id of no input item of this response", "after")
-        items = items[place + 1 :]
+        items = items[index + 1 :]
     page = items[:limit]
     listed = {
         "object": "list",

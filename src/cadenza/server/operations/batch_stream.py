@@ -230,7 +230,7 @@ BATCH_ROUTES: tuple[ApiRoute, ...] = (
         "GET",
         "/debug/batch/stream",
         "What the engine's steps do, as events, while somebody looks.",
-        AnswerSchema("BatchEvents", None, kind="text/event-stream"),
+        AnswerSchema("BatchEvents", None, media_type="text/event-stream"),
         _stream,
         statuses=(404, 429, 503),
         query=_QUERY,
