@@ -22,8 +22,7 @@ MIN_KEY_CHARS = 8
 _BEARER = re.compile(rb"[Bb]earer +([!-~]+)")
 
 ANY_ORIGIN = "*"
-PREFLIGHT_MAX_AGE_S = 600
-"""How long a browser may reuse a preflight's answer."""
+PREFLIGHT_MAX_AGE_S = 600  # how long a browser may reuse a preflight's answer
 CORS_METHODS = "GET, POST, DELETE"
 EXPOSED_HEADERS = (
     *("x-request-id", "retry-after", "x-should-retry", "www-authenticate", "allow"),

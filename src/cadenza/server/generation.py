@@ -38,11 +38,9 @@ logger = logging.getLogger("cadenza.server")
 INLINE_BYTES = 16 << 10
 """Larger bodies are decoded on a thread, as all prompts are tokenised, not on the event loop."""
 
-MAX_INLINE_OUTPUTS = 16
-"""Answers to more prompts are encoded on a thread."""
+MAX_INLINE_OUTPUTS = 16  # answers to more prompts are encoded on a thread
 
-SPEC_PREFILL = "x-cadenza-spec-prefill"
-"""The header that says how much of the prompts is computed."""
+SPEC_PREFILL = "x-cadenza-spec-prefill"  # the header that says how much of the prompts is computed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

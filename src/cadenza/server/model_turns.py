@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-IDLE_S = 1.0
-"""A model that was used less than this ago counts as in use: its client may call again."""
+IDLE_S = 1.0  # a model that was used less than this ago counts as in use: its client may call again
 
 TURN_S = 5.0
 

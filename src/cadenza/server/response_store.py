@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 from cadenza.errors import ConfigError
 
-MAX_TURNS = 1024
-"""Of one conversation."""
+MAX_TURNS = 1024  # of one conversation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

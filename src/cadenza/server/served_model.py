@@ -36,12 +36,10 @@ from cadenza.server.model_turns import ModelTurn
 from cadenza.server.tenants import TenantUse
 from cadenza.tenant import Tenant
 
-DEFAULT_TAG = ":latest"
-"""The tag that Ollama's clients add to a model's name that has none."""
+DEFAULT_TAG = ":latest"  # the tag that Ollama's clients add to a model's name that has none
 
 MAX_LOAD_S = 24 * 3600.0
-RETRY_S = 0.25
-"""Between two attempts to submit a prompt to an engine that is being restarted."""
+RETRY_S = 0.25  # between two attempts to submit a prompt to an engine that is being restarted
 
 FURTHER_PER_ROW, FURTHER_AT_ONCE = 2, 48
 """Open requests, by row and in any case, up to which calls with many prompts submit further ones:
@@ -51,7 +49,6 @@ Updates = list[tuple[int, OutputProcessor, Sequence[CompletionOutput]]]
 """A prompt's index in its call, its request, and what is new of its samples."""
 
 OnProgress = Callable[[Updates], object]
-
 
 MakeEngine = Callable[[EngineLimits | None], ServedEngine]
 """For a model's next load, with an earlier one's sizes, if any."""

@@ -71,7 +71,6 @@ SERVER_BLOCKS = (
 
 _ID = String(min_chars=1, max_chars=256)
 
-
 MEDIA_TYPES = ("image/jpeg", "image/png", "image/gif", "image/webp")
 
 

@@ -16,14 +16,11 @@ from cadenza.server.calls.conversation import new_call_id
 from cadenza.server.calls.record import AnswerTimes, Usage
 from cadenza.server.errors import ApiError
 
-KEEP_ALIVE = b": keep-alive\n\n"
-"""A comment."""
+KEEP_ALIVE = b": keep-alive\n\n"  # a comment
 
-LEAST_LOGPROB = -9999.0
-"""JSON has no infinity."""
+LEAST_LOGPROB = -9999.0  # JSON has no infinity
 
-LogprobEntry = Mapping[int, Logprob]
-"""The chosen token of a position, first, and the likeliest."""
+LogprobEntry = Mapping[int, Logprob]  # the chosen token of a position, first, and the likeliest
 
 _encode = msgspec.json.encode
 

@@ -42,13 +42,11 @@ class CallContext:
 class CallRequest(CallBody, ABC):
     """A checked body: its prompts, its parameters, and the form of the answer."""
 
-    prompt_field: ClassVar[str]
-    """The name of the field with the prompt, for errors."""
+    prompt_field: ClassVar[str]  # the name of the field with the prompt, for errors
     param_names: ClassVar[Mapping[str, str]] = {}
     """This body's names of the fields that an error of a request names, where they differ."""
 
-    stream: Any = False
-    """Whether the answer is sent as it comes."""
+    stream: Any = False  # whether the answer is sent as it comes
 
     @property
     def user_label(self) -> str | None:
@@ -128,8 +126,7 @@ class CallRequest(CallBody, ABC):
 class GenerationRequest(CallRequest):
     """A call that generates, whose answer may be streamed."""
 
-    default_max_tokens: ClassVar[int | None] = None
-    """None: the rest of the context."""
+    default_max_tokens: ClassVar[int | None] = None  # None: the rest of the context
 
     @abstractmethod
     def encoder(self, head: AnswerHead) -> StreamEncoder: ...

@@ -31,11 +31,9 @@ from cadenza.text.templates.notices import Notices
 UnknownFields = Literal["refuse", "suggest", "ignore"]
 """`refuse` refuses all that have a value, `suggest` likely typing errors, `ignore` none."""
 
-MAX_IGNORED = 32
-"""Names that are kept of a request."""
+MAX_IGNORED = 32  # names that are kept of a request
 
-MAX_NEAR_CHECKS = 64
-"""Unknown fields of a request whose names are compared with the known ones."""
+MAX_NEAR_CHECKS = 64  # unknown fields of a request whose names are compared with the known ones
 
 MAX_SHOWN_NAME_CHARS = 64
 _LONG_NAME_CHARS, _SHORT_NAME_CHARS = 10, 5
@@ -59,12 +57,9 @@ ObjectT = TypeVar("ObjectT", bound="DeclaredObject")
 class Effect(Enum):
     """What a field's value changes."""
 
-    SAMPLING = "sampling"
-    """It is one of `SamplingParams`, under its own name."""
-    REQUEST = "request"
-    """The endpoint reads it."""
-    NONE = "none"
-    """Nothing: a label, or a value that does not use a feature that is not built."""
+    SAMPLING = "sampling"  # it is one of `SamplingParams`, under its own name
+    REQUEST = "request"  # the endpoint reads it
+    NONE = "none"  # nothing: a label, or a value that does not use a feature that is not built
 
 
 class Field(Generic[T_co]):

@@ -17,8 +17,7 @@ from cadenza.server.fields.types import (
     refuse,
 )
 
-Part = str | ImageInput
-"""What a content is made of, in its order."""
+Part = str | ImageInput  # what a content is made of, in its order
 
 Content = str | list[dict[str, Any]]
 """What a message of a chat has: a text, or parts where there is an image among them."""

@@ -245,7 +245,6 @@ def chat_messages(name: str, value: object) -> tuple[dict[str, Any], ...]:
 MAX_VARIABLES = 64
 _OWN_FIELDS = ("add_generation_prompt", "continue_final_message", "documents", "messages", "tools")
 
-
 _VARIABLES = AnyJson(max_chars=64 << 10)
 
 

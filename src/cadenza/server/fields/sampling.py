@@ -52,8 +52,7 @@ from cadenza.server.fields.types import (
 )
 from cadenza.sparse_prefill import LEAST_KEEP, MAX_SPANS, MAX_THRESHOLD, MOST_KEEP, When
 
-MAX_CHOICES = 2048
-"""Answers of one call: its prompts times `n`."""
+MAX_CHOICES = 2048  # answers of one call: its prompts times `n`
 
 MAX_PROMPT_TOKENS = 1 << 24
 MAX_PROMPT_CHARS = 1 << 26
@@ -63,7 +62,6 @@ PlainPrompt = str | tuple[int, ...]
 LABEL = String(max_chars=256)
 LOGPROBS = Integer(0, MAX_LOGPROBS_BOUND)
 NUM_DRAFTS = Integer(1, MAX_DRAFTS)
-
 
 _PROMPT = String(min_chars=1, max_chars=MAX_PROMPT_CHARS)
 _PROMPT_IDS = TokenIds(MAX_PROMPT_TOKENS, min_items=1)

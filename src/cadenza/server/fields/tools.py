@@ -411,8 +411,7 @@ def _check_members(name: str, members: Mapping[str, Any], *known: str) -> None:
 
 
 CHOICES = ("none", "auto", "required")
-_OTHER_WORDS = {"any": "required"}
-"""Other APIs' words."""
+_OTHER_WORDS = {"any": "required"}  # other APIs' words
 
 
 def _choice_type(

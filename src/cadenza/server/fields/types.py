@@ -18,9 +18,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 Schema = dict[str, Any]
 
-NULL: Schema = {"type": "null"}
-"""Also the schema of undeclared members: null counts as absent."""
-
+NULL: Schema = {"type": "null"}  # also the schema of undeclared members: null counts as absent
 
 MAX_JSON_DEPTH = 64
 MAX_LENIENT_BYTES = 1 << 16

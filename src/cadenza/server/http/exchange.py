@@ -40,7 +40,6 @@ _HOST = re.compile(r"[A-Za-z0-9._:\[\]-]{1,255}")
 """A Host header that is an address and nothing more."""
 STREAM_HEADERS: Headers = (("cache-control", "no-cache"), ("x-accel-buffering", "no"))
 
-
 SLICE_BYTES = 64 << 10
 """Of answers: a client is dropped only if it reads less than one within `write_stall_s`."""
 

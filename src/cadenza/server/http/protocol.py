@@ -63,8 +63,7 @@ class BoundedProtocol(HttpToolsProtocol):
     parser: httptools.HttpRequestParser
     bounds: ServerLimits
     all_open_connections: Connections
-    is_lingering = False
-    """Nothing more is sent, and received bytes are discarded."""
+    is_lingering = False  # nothing more is sent, and received bytes are discarded
     _is_in_head = True
     _num_head_bytes = 0
     _head_timer: asyncio.TimerHandle | None = None

@@ -28,8 +28,7 @@ EXCHANGE_S = 10.0
 ANSWER_S = 3 * EXCHANGE_S
 RETRY_S = 0.1
 NUM_WAITING = 8
-PROTOCOL = 1
-"""Increased when a message changes its meaning; `Hello` and `Refused` never change."""
+PROTOCOL = 1  # increased when a message changes its meaning; `Hello` and `Refused` never change
 MAX_MESSAGE_BYTES = 4096
 
 

@@ -27,10 +27,8 @@ POLL_S = 0.02
 IDLE_GRACE_S = 5.0
 """Idle connections are closed so long after a takeover; a request on one gets an answer that is its
 last."""
-REFUSING_S = 1.0
-"""The same once the drain time is over and requests are refused."""
-LAST_FRAMES_S = 1.0
-"""After the drain time: for the error frames to be sent."""
+REFUSING_S = 1.0  # the same once the drain time is over and requests are refused
+LAST_FRAMES_S = 1.0  # after the drain time: for the error frames to be sent
 SECOND_SIGNAL_S = 1.5
 """After a second signal the process exits within this time, even if something hangs."""
 TERMINATED = 128 + signal.SIGTERM

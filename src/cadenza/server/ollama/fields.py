@@ -35,8 +35,7 @@ from cadenza.server.fields.types import (
     refuse,
 )
 
-_UNBOUNDED = 0
-"""At most this: as many tokens as there is room for."""
+_UNBOUNDED = 0  # at most this: as many tokens as there is room for
 
 
 def _option(type: FieldType[Any]) -> Field[Any]:

@@ -68,7 +68,6 @@ KEEP_ALIVE_HELP = "A hint; the model stays loaded."
 
 _TEXT = String(max_chars=MAX_PROMPT_CHARS)
 
-
 _NUMBERS = list_of({"type": "number"})
 _ONE_TEXT = {**_TEXT.schema(), "minLength": 1}
 Members = dict[str, Any]
@@ -434,7 +433,6 @@ OLLAMA_GENERATE = GeneratingEndpoint(
     OllamaPromptRequest,
     _answers("OllamaGenerate", {"response": TEXT}),
 )
-
 
 OLLAMA_EMBED = GeneratingEndpoint(
     "ollama_embed",

@@ -27,8 +27,7 @@ from cadenza.server.service import Service
 API_VERSION = "0.13.0"
 """Of Ollama, whose API this is; clients refuse servers that are too old for them."""
 
-_NEVER_S = 4_102_444_800
-"""When a model that stays loaded is unloaded: at the end of the century."""
+_NEVER_S = 4_102_444_800  # when a model that stays loaded is unloaded: at the end of the century
 _NEUTRAL_PARAMETERS = {
     "temperature": ("temperature", None),
     "top_k": ("top_k", 0),
@@ -236,7 +235,6 @@ _REFUSED: Mapping[str, tuple[str, str]] = {
     "delete": ("deleting a model", "end the server, and remove the model's files yourself"),
 }
 """What each would do, and what to do instead."""
-
 
 _DETAILS = object_of({"format": TEXT, "family": TEXT, "parameter_size": TEXT})
 _CARD: dict[str, Schema] = {

@@ -28,7 +28,6 @@ from cadenza.structured import StructuredOutput
 
 _encode = msgspec.json.encode
 
-
 DONE = b"data: [DONE]\n\n"
 ChoiceObject = dict[str, Any]
 

@@ -24,8 +24,7 @@ from cadenza.server.service import Service
 RESPONSE_PREFIX = "resp_"
 MAX_LISTED, NUM_LISTED = 100, 20
 _ORDERS = ("asc", "desc")
-CANCEL_S = 5.0
-"""How long an answer to a cancellation waits for the response to end."""
+CANCEL_S = 5.0  # how long an answer to a cancellation waits for the response to end
 
 Status = Literal["in_progress", "completed", "incomplete", "cancelled", "failed"]
 

@@ -112,8 +112,7 @@ class ResponseRequest(ThinkingSwitches, LabelledBody, GenerationRequest):
     _turns: Sequence[StoredResponse] = ()
     _referred: Mapping[str, StoredResponse | None] = {}
     """The stored responses with the items that `input` refers to, by the items' ids."""
-    _max_referred_bytes = 0
-    """A bound on the items that `input` refers to, together."""
+    _max_referred_bytes = 0  # a bound on the items that `input` refers to, together
     _given: bytes = b""
     """`input` as JSON, with the items themselves in place of references, each with an id."""
 

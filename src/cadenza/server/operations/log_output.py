@@ -15,8 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Literal, TextIO
 
-LAST_LINES_S = 1.0
-"""How long the process waits at exit for its last lines to be written."""
+LAST_LINES_S = 1.0  # how long the process waits at exit for its last lines to be written
 
 LogFormat = Literal["text", "json"]
 

@@ -28,7 +28,6 @@ _APIS = {
 }
 """By the beginnings of their paths, the longest first."""
 
-
 HTML_TYPE = "text/html; charset=utf-8"
 _STYLE = """
 :root { color-scheme: light dark; font: 15px/1.45 system-ui, sans-serif; }

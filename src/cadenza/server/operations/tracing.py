@@ -31,10 +31,8 @@ logger = logging.getLogger(__name__)
 Attributes = dict[str, AttributeValue]
 
 DEFAULT_PATH = "/v1/traces"
-CLOSE_S = 2.0
-"""How long the end of the server waits for the last spans to be sent."""
-MAX_PROMPTS = 16
-"""Of a call with more prompts only the first ones have spans of their own."""
+CLOSE_S = 2.0  # how long the end of the server waits for the last spans to be sent
+MAX_PROMPTS = 16  # of a call with more prompts only the first ones have spans of their own
 
 OPERATIONS = {
     "completions": "text_completion",

@@ -27,7 +27,6 @@ _FLOAT_BYTES, _BASE64_BYTES = 22, 16 / 3
 
 _encode = msgspec.json.encode
 
-
 POOLING = OneOf(get_args(Pooling))
 
 

@@ -38,13 +38,11 @@ from cadenza.server.pooling.embeddings import (
     prompt_usage,
 )
 
-MAX_DOCUMENTS = MAX_CHOICES - 1
-"""The query is one more prompt."""
+MAX_DOCUMENTS = MAX_CHOICES - 1  # the query is one more prompt
 
 _TEXT = String(min_chars=1, max_chars=MAX_PROMPT_CHARS)
 
 _encode = msgspec.json.encode
-
 
 _NESTED = object_schema({"text": _TEXT.schema()}, additionalProperties=False)
 
