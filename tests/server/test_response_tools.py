@@ -8,9 +8,9 @@ import pytest
 
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.server.fields.messages import chat_messages
-from cadenza.server.fields.tools import response_tools, text_of_input
+from cadenza.server.fields.tools import text_of_input
 from cadenza.server.openai.chat import ChatRequest
-from cadenza.server.openai.response_items import input_items, messages_of
+from cadenza.server.openai.response_items import input_items, messages_of, response_tools
 from tests.server.harness import RunningServer, running_server
 from tests.server.scripted_engine import ScriptedEngine
 from tests.server.test_responses import NOW, PATH, respond, streamed

@@ -15,6 +15,7 @@ from cadenza.frontend.prepared_request import ChatPrompt, TextWorkers
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.outputs import OutputPart
 from cadenza.request import SamplingParams
+from cadenza.server.anthropic.blocks import message_tools
 from cadenza.server.anthropic.messages import MessageRequest
 from cadenza.server.errors import ApiError
 from cadenza.server.fields.body import (
@@ -22,8 +23,9 @@ from cadenza.server.fields.body import (
     UnknownMembers,
     taking_unknown,
 )
-from cadenza.server.fields.tools import chat_tools, function_tools, message_tools, response_tools
+from cadenza.server.fields.tools import chat_tools, function_tools
 from cadenza.server.openai.chat import ChatRequest
+from cadenza.server.openai.response_items import response_tools
 from cadenza.server.openai.responses import ResponseRequest
 from cadenza.structured import JsonStyle, StructuredOutput
 from cadenza.text.answers.tool_format import Tool

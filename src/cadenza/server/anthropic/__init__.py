@@ -3,5 +3,5 @@
 Modules:
 
 - `messages`: /v1/messages: its body, its answer and events
-- `blocks`: its content blocks, and its members that are objects
+- `blocks`: its content blocks, its tools, and its members that are objects
 """

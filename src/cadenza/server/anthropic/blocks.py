@@ -2,7 +2,9 @@
 Invariant: what was checked is in the messages that follow from it, but for labels; what is not
 built is refused by its name."""
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 from cadenza.media.image_input import ImageInput
@@ -22,6 +24,7 @@ from cadenza.server.fields.body import (
     labels,
     optional,
     required,
+    unknown_members,
     unsupported,
 )
 from cadenza.server.fields.images import (
@@ -36,6 +39,13 @@ from cadenza.server.fields.images import (
 from cadenza.server.fields.messages import MAX_MESSAGES
 from cadenza.server.fields.structured import structured_of
 from cadenza.server.fields.thinking import EFFORT, EFFORT_HELP
+from cadenza.server.fields.tools import (
+    MESSAGE_TOOL,
+    OTHER_WORDS,
+    checked_tools,
+    message_tool,
+    tool_schema,
+)
 from cadenza.server.fields.types import (
     NULL,
     Boolean,
@@ -53,6 +63,7 @@ from cadenza.server.fields.types import (
     refuse,
 )
 from cadenza.structured import StructuredOutput
+from cadenza.text.answers.tool_format import Tool
 
 BILLING_LABEL = "x-anthropic-billing-header:"
 """Begins a coding agent's first system block; it differs in each request and would prevent shared
@@ -68,6 +79,11 @@ SERVER_BLOCKS = (
     *(f"{tool}_tool_result" for tool in _SERVER_TOOLS),
 )
 """The blocks of tools that a server runs, as the history of another server may have them."""
+
+_HOSTED_BY_ANTHROPIC = re.compile(
+    "^(web_search|web_fetch|code_execution|tool_search_tool_[a-z0-9]+)_[0-9]{8}$"
+)
+"""Those that only Anthropic's servers run."""
 
 _ID = String(min_chars=1, max_chars=256)
 
@@ -372,3 +388,50 @@ def no_context_edits(name: str, value: object) -> object:
     if value in _NO_EDITS:
         return value
     raise not_built(name, "editing the context", _NO_EDITS[1:])
+
+
+def _message_schema() -> Schema:
+    own = tool_schema(MESSAGE_TOOL, ("name", "input_schema"))
+    kinds: Schema = {"type": "string", "pattern": _HOSTED_BY_ANTHROPIC.pattern}
+    return {"anyOf": [own, object_schema({"type": kinds})]}
+
+
+@field_type(lambda: array_schema(_message_schema()))
+def message_tools(name: str, value: object) -> tuple[Tool, ...]:
+    """Those of the client, without those that only Anthropic's servers run."""
+    items: object = value
+    if isinstance(value, list):
+        items = [each for each in cast(list[object], value) if not _is_run_by_anthropic(name, each)]
+    return checked_tools(name, items, message_tool)
+
+
+def _is_run_by_anthropic(name: str, tool: object) -> bool:
+    kind = members_of(tool).get("type")
+    if not isinstance(kind, str) or not _HOSTED_BY_ANTHROPIC.match(kind):
+        return False
+    unknown_members().ignore(f"{name}.{kind}")
+    return True
+
+
+class _ChoiceMembers(DeclaredObject):
+    type = optional(OneOf(("auto", "any", "tool", "none")))
+    name = optional(String(min_chars=1, max_chars=128), "With the type tool.")
+    disable_parallel_tool_use = optional(Boolean(), default=False)
+
+
+@dataclass(frozen=True, slots=True)
+class AskedChoice:
+    """`choice` as `tool_use` takes it."""
+
+    choice: str
+    is_parallel: bool
+
+
+@field_type(_ChoiceMembers.object_schema)
+def message_tool_choice(name: str, value: object) -> AskedChoice:
+    members = ObjectOf(_ChoiceMembers).check(name, value)
+    kind, tool = members.type, members.name
+    if kind is None or (kind == "tool") != (tool is not None):
+        raise refuse(name, value, '{"type": auto, any or none}, or {"type": tool, "name": …}')
+    choice = f":{tool}" if kind == "tool" else OTHER_WORDS.get(kind, kind)
+    return AskedChoice(choice, is_parallel=not members.disable_parallel_tool_use)

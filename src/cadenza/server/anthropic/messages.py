@@ -15,11 +15,14 @@ from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.outputs import PartKind
 from cadenza.server.anthropic.blocks import (
     TEXT_BLOCKS,
+    AskedChoice,
     MessageMetadata,
     OutputConfig,
     ThinkingOptions,
     block_messages,
     json_form,
+    message_tool_choice,
+    message_tools,
     no_context_edits,
     no_thread,
     system_text,
@@ -40,7 +43,7 @@ from cadenza.server.fields.body import ObjectOf, label, optional, required, unsu
 from cadenza.server.fields.messages import chat_messages, template_variables
 from cadenza.server.fields.sampling import LABEL, SamplingBody, SamplingField
 from cadenza.server.fields.thinking import AskedThinking, ThinkingSwitches
-from cadenza.server.fields.tools import AskedChoice, message_tool_choice, message_tools, tool_use
+from cadenza.server.fields.tools import tool_use
 from cadenza.server.fields.types import AnyJson, or_null
 from cadenza.server.http.exchange import Dialect
 from cadenza.server.limits import ServerLimits
@@ -67,10 +70,7 @@ _OVERLOADED = 529
 
 def _error_object(error: ApiError, request_id: str) -> dict[str, Any]:
     """The answer, or a stream's last event."""
-    described: dict[str, Any] = {
-        "type": _ERROR_TYPES[error.status],
-        "message": error.with_field,
-    }
+    described: dict[str, Any] = {"type": _ERROR_TYPES[error.status], "message": error.with_field}
     if error.details is not None:
         described["details"] = error.details
     return {"type": "error", "error": described, "request_id": request_id}

@@ -1,29 +1,20 @@
-"""Tools of all APIs, checked into a `ToolUse`: custom and namespaced ones become functions for the
-chat template. Invariant: a chosen tool is one of the tools; a call is returned under the client's
-name and in its form."""
+"""Tools, checked into a `ToolUse`: those of chats, which take any API's form, and what all APIs
+make of theirs; custom and namespaced ones become functions for the chat template. Invariant: a
+chosen tool is one of the tools; a call is returned under the client's name and in its form."""
 
 import json
-import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 from cadenza.frontend.answers import ToolUse
 from cadenza.request import show
 from cadenza.server.errors import invalid_value, not_built
-from cadenza.server.fields.body import (
-    DeclaredObject,
-    ObjectOf,
-    further_members,
-    optional,
-    unknown_members,
-)
+from cadenza.server.fields.body import further_members, unknown_members
 from cadenza.server.fields.types import (
-    Boolean,
     CheckedBy,
     OneOf,
     Schema,
-    String,
     array_schema,
     checked_dict,
     field_type,
@@ -47,7 +38,7 @@ _MEMBERS: Mapping[str, Schema] = {
     "input_schema": {"type": ["object", "null"]},
     "strict": {"type": ["boolean", "null"]},
 }
-_MESSAGE_TOOL: Mapping[str, Schema] = {
+MESSAGE_TOOL: Mapping[str, Schema] = {
     "type": {"enum": ["custom", None]},
     "name": {"type": "string", "minLength": 1},
     "description": {"type": ["string", "null"]},
@@ -64,13 +55,6 @@ _UNSUPPORTED_MEMBERS: Mapping[str, tuple[str, object]] = {
     "async": ("a tool whose result comes later", False),
 }
 """The feature that each asks for, and the value that does not ask for it."""
-
-HOSTED = ("local_shell", "web_search", "web_search_preview", "image_generation")
-"""Tools that only OpenAI's servers run; they are left out."""
-_HOSTED_BY_ANTHROPIC = re.compile(
-    "^(web_search|web_fetch|code_execution|tool_search_tool_[a-z0-9]+)_[0-9]{8}$"
-)
-"""Those that only Anthropic's servers run."""
 
 _INPUT = "input"
 _TEXT_INPUT: Mapping[str, Any] = {
@@ -117,56 +101,39 @@ def arguments_of_input(text: str) -> str:
     return json.dumps({_INPUT: text}, ensure_ascii=False)
 
 
-def _nested_schema() -> Schema:
+def nested_schema() -> Schema:
     members: dict[str, Schema] = {
         "type": {"enum": ["function"]},
-        "function": _tool_schema(_MEMBERS, ("name",)),
+        "function": tool_schema(_MEMBERS, ("name",)),
         **{name: {} for name in _LABELS_BESIDE_FUNCTION},
     }
-    return _tool_schema(members, ("type", "function"))
+    return tool_schema(members, ("type", "function"))
 
 
-def _flat_schema() -> Schema:
-    return _tool_schema({"type": {"enum": ["function"]}, **_MEMBERS}, ("type", "name"))
+def flat_schema() -> Schema:
+    return tool_schema({"type": {"enum": ["function"]}, **_MEMBERS}, ("type", "name"))
 
 
-def _flat_custom_schema() -> Schema:
+def flat_custom_schema() -> Schema:
     members = {"type": {"enum": ["custom"]}, **_MEMBERS, "format": {"type": "object"}}
     del members["parameters"], members["input_schema"], members["strict"]
-    return _tool_schema(members, ("type", "name"))
+    return tool_schema(members, ("type", "name"))
 
 
 def _chat_schema() -> Schema:
     members = {"type": {"enum": ["custom"]}, "custom": {"type": "object"}}
-    nested = [_nested_schema(), _tool_schema(members, ("type", "custom"))]
-    message = _tool_schema(_MESSAGE_TOOL, ("name", "input_schema"))
-    return {"anyOf": [*nested, _flat_schema(), _flat_custom_schema(), message]}
+    nested = [nested_schema(), tool_schema(members, ("type", "custom"))]
+    message = tool_schema(MESSAGE_TOOL, ("name", "input_schema"))
+    return {"anyOf": [*nested, flat_schema(), flat_custom_schema(), message]}
 
 
-def _response_schema() -> Schema:
-    space: dict[str, Schema] = {
-        "type": {"enum": ["namespace"]},
-        "name": {"type": "string"},
-        "tools": array_schema(_flat_schema()),
-    }
-    hosted: Schema = {"type": "object", "properties": {"type": {"enum": [*HOSTED]}}}
-    own = [_flat_schema(), _flat_custom_schema(), _nested_schema()]
-    return {"anyOf": [*own, object_schema(space), hosted]}
-
-
-def _message_schema() -> Schema:
-    own = _tool_schema(_MESSAGE_TOOL, ("name", "input_schema"))
-    kinds: Schema = {"type": "string", "pattern": _HOSTED_BY_ANTHROPIC.pattern}
-    return {"anyOf": [own, object_schema({"type": kinds})]}
-
-
-def _tool_schema(members: Mapping[str, Schema], required: tuple[str, ...]) -> Schema:
+def tool_schema(members: Mapping[str, Schema], required: tuple[str, ...]) -> Schema:
     off = {name: {"enum": [harmless, None]} for name, (_, harmless) in _UNSUPPORTED_MEMBERS.items()}
     known: dict[str, Schema] = {**{name: {} for name in _TOOL_LABELS}, **off, **members}
     return object_schema(known, required, additionalProperties=further_members())
 
 
-def _checked_tools(
+def checked_tools(
     name: str, value: object, read: Callable[[str, dict[str, Any]], Tool]
 ) -> tuple[Tool, ...]:
     if not isinstance(value, list):
@@ -181,68 +148,27 @@ def _checked_tools(
     return tools
 
 
-@field_type(lambda: array_schema(_nested_schema()))
+@field_type(lambda: array_schema(nested_schema()))
 def function_tools(name: str, value: object) -> tuple[Tool, ...]:
-    return _checked_tools(name, value, _nested_function)
+    return checked_tools(name, value, _nested_function)
 
 
 @field_type(lambda: array_schema(_chat_schema()))
 def chat_tools(name: str, value: object) -> tuple[Tool, ...]:
-    return _checked_tools(name, value, _nested_tool)
+    return checked_tools(name, value, _nested_tool)
 
 
-@field_type(lambda: array_schema(_response_schema()))
-def response_tools(name: str, value: object) -> tuple[ResponseTool, ...]:
-    items: object = value
-    if isinstance(value, list):
-        items = [*_flattened(name, cast(list[object], value))]
-    return cast(tuple[ResponseTool, ...], _checked_tools(name, items, _flat_tool))
-
-
-@field_type(lambda: array_schema(_message_schema()))
-def message_tools(name: str, value: object) -> tuple[Tool, ...]:
-    """Those of the client, without those that only Anthropic's servers run."""
-    items: object = value
-    if isinstance(value, list):
-        items = [each for each in cast(list[object], value) if not _is_run_by_anthropic(name, each)]
-    return _checked_tools(name, items, _message_tool)
-
-
-def _is_run_by_anthropic(name: str, tool: object) -> bool:
-    kind = members_of(tool).get("type")
-    if not isinstance(kind, str) or not _HOSTED_BY_ANTHROPIC.match(kind):
-        return False
-    unknown_members().ignore(f"{name}.{kind}")
-    return True
-
-
-_SPACE = "namespace of the tool"
-"""The key under which `_flat_tool` finds it; the blanks keep it from being a client's member."""
-
-
-def _flattened(name: str, value: list[object]) -> Iterator[object]:
-    for item in value:
-        members = members_of(item)
-        kind = members.get("type")
-        if kind in HOSTED:
-            unknown_members().ignore(f"{name}.{kind}")
-        elif kind == "namespace":
-            inner = members.get("tools")
-            if not isinstance(members.get("name"), str) or not isinstance(inner, list):
-                raise refuse(name, item, 'a namespace with a name and "tools": […]')
-            for each in cast(list[object], inner):
-                yield {**members_of(each), _SPACE: members}
-        else:
-            yield item
+NAMESPACE = "namespace of the tool"
+"""The key under which `flat_tool` finds it; the blanks keep it from being a client's member."""
 
 
 def _nested_tool(name: str, members: dict[str, Any]) -> Tool:
     """A tool of a chat, or one in the form of responses or messages, as agents send them here."""
     kind = members.get("type")
     if isinstance(members.get("input_schema"), dict) and kind in (None, "custom"):
-        return _message_tool(name, members)
+        return message_tool(name, members)
     if kind in ("function", "custom") and kind not in members and "name" in members:
-        return _flat_tool(name, members)
+        return flat_tool(name, members)
     if kind != "custom":
         return _nested_function(name, members)
     _check_members(name, members, "type", "custom")
@@ -272,10 +198,10 @@ def _parameters_of(name: str, function: Mapping[str, Any]) -> object:
     return other if own is None else own
 
 
-def _flat_tool(name: str, members: dict[str, Any]) -> ResponseTool:
+def flat_tool(name: str, members: dict[str, Any]) -> ResponseTool:
     """A function whose members are next to its type, or a custom tool."""
-    own = {key: value for key, value in members.items() if key != _SPACE}
-    space = cast(dict[str, Any] | None, members.get(_SPACE))
+    own = {key: value for key, value in members.items() if key != NAMESPACE}
+    space = cast(dict[str, Any] | None, members.get(NAMESPACE))
     if own.get("type") == "custom":
         return _custom(name, own)
     _check_type(name, own, "function")
@@ -292,9 +218,9 @@ def _flat_tool(name: str, members: dict[str, Any]) -> ResponseTool:
     return ResponseTool(**flat, own_name=facts["name"], namespace=namespace, given=space)
 
 
-def _message_tool(name: str, members: dict[str, Any]) -> Tool:
+def message_tool(name: str, members: dict[str, Any]) -> Tool:
     _check_type(name, members, "custom")
-    _check_members(name, members, *_MESSAGE_TOOL)
+    _check_members(name, members, *MESSAGE_TOOL)
     if not isinstance(members.get("input_schema"), dict):
         raise invalid_value(f"{name} has a tool without input_schema; give a JSON Schema", name)
     examples = _examples(name, members.get("input_examples"))
@@ -411,20 +337,20 @@ def _check_members(name: str, members: Mapping[str, Any], *known: str) -> None:
 
 
 CHOICES = ("none", "auto", "required")
-_OTHER_WORDS = {"any": "required"}  # other APIs' words
+OTHER_WORDS = {"any": "required"}  # other APIs' words
 
 
-def _choice_type(
+def choice_type(
     required: tuple[str, ...], named_in: Callable[[dict[str, Any]], dict[str, Any]]
 ) -> CheckedBy[str]:
     """none, auto, required, or an object with the `required` members; checked into these words or
     the tool's name after a colon."""
     named: Schema = {"type": "object", "required": [*required]}
 
-    @field_type({"anyOf": [OneOf((*CHOICES, *_OTHER_WORDS)).schema(), named]})
+    @field_type({"anyOf": [OneOf((*CHOICES, *OTHER_WORDS)).schema(), named]})
     def choice(name: str, value: object) -> str:
-        if isinstance(value, str) and value in (*CHOICES, *_OTHER_WORDS):
-            return _OTHER_WORDS.get(value, value)
+        if isinstance(value, str) and value in (*CHOICES, *OTHER_WORDS):
+            return OTHER_WORDS.get(value, value)
         members = members_of(value)
         if members.get("type") == "allowed_tools":
             raise not_built(name, "a choice of allowed tools")
@@ -442,32 +368,7 @@ def _named_function(members: dict[str, Any]) -> dict[str, Any]:
     return members_of(members[kind]) if kind in members else members
 
 
-chat_tool_choice = _choice_type(("type",), _named_function)
-response_tool_choice = _choice_type(("type", "name"), lambda members: members)
-
-
-class _ChoiceMembers(DeclaredObject):
-    type = optional(OneOf(("auto", "any", "tool", "none")))
-    name = optional(String(min_chars=1, max_chars=128), "With the type tool.")
-    disable_parallel_tool_use = optional(Boolean(), default=False)
-
-
-@dataclass(frozen=True, slots=True)
-class AskedChoice:
-    """`choice` as `tool_use` takes it."""
-
-    choice: str
-    is_parallel: bool
-
-
-@field_type(_ChoiceMembers.object_schema)
-def message_tool_choice(name: str, value: object) -> AskedChoice:
-    members = ObjectOf(_ChoiceMembers).check(name, value)
-    kind, tool = members.type, members.name
-    if kind is None or (kind == "tool") != (tool is not None):
-        raise refuse(name, value, '{"type": auto, any or none}, or {"type": tool, "name": …}')
-    choice = f":{tool}" if kind == "tool" else _OTHER_WORDS.get(kind, kind)
-    return AskedChoice(choice, is_parallel=not members.disable_parallel_tool_use)
+chat_tool_choice = choice_type(("type",), _named_function)
 
 
 def tool_use(

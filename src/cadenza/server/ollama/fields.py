@@ -6,14 +6,7 @@ from typing import Any, ClassVar, cast
 
 from cadenza.media.image_input import ImageInput
 from cadenza.server.errors import not_built
-from cadenza.server.fields.body import (
-    DeclaredObject,
-    Effect,
-    Field,
-    ObjectOf,
-    label,
-    labels,
-)
+from cadenza.server.fields.body import DeclaredObject, Effect, Field, ObjectOf, label, labels
 from cadenza.server.fields.images import IMAGE_BASE64, Content, content_of
 from cadenza.server.fields.messages import ChatMessage, chat_messages
 from cadenza.server.fields.other_engines import PENALTIES

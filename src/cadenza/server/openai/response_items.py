@@ -3,7 +3,7 @@ item can be returned by the API; of reasoning with summary and text, `messages_o
 text."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -31,7 +31,18 @@ from cadenza.server.fields.images import IMAGE_PARTS, Content, InputImage, conte
 from cadenza.server.fields.messages import MAX_MESSAGES
 from cadenza.server.fields.structured import schema_format, structured_of
 from cadenza.server.fields.thinking import BUDGET, EFFORT, EFFORT_HELP, VERBOSITY, VERBOSITY_HELP
-from cadenza.server.fields.tools import arguments_of_input, flat_name
+from cadenza.server.fields.tools import (
+    NAMESPACE,
+    ResponseTool,
+    arguments_of_input,
+    checked_tools,
+    choice_type,
+    flat_custom_schema,
+    flat_name,
+    flat_schema,
+    flat_tool,
+    nested_schema,
+)
 from cadenza.server.fields.types import (
     Boolean,
     OneOf,
@@ -57,6 +68,9 @@ HOSTED_ITEMS = (
     "image_generation_call",
 )
 """Calls of tools that another server ran: the model's own text tells of their results."""
+
+HOSTED = ("local_shell", "web_search", "web_search_preview", "image_generation")
+"""Tools that only OpenAI's servers run; they are left out."""
 
 _ID = String(min_chars=1, max_chars=256)
 _NAME = String(min_chars=1, max_chars=128)
@@ -384,3 +398,41 @@ class ResponseStreamOptions(DeclaredObject):
     """The members of `stream_options`."""
 
     include_obfuscation = unsupported("obfuscated events", False)
+
+
+def _response_schema() -> Schema:
+    space: dict[str, Schema] = {
+        "type": {"enum": ["namespace"]},
+        "name": {"type": "string"},
+        "tools": array_schema(flat_schema()),
+    }
+    hosted: Schema = {"type": "object", "properties": {"type": {"enum": [*HOSTED]}}}
+    own = [flat_schema(), flat_custom_schema(), nested_schema()]
+    return {"anyOf": [*own, object_schema(space), hosted]}
+
+
+@field_type(lambda: array_schema(_response_schema()))
+def response_tools(name: str, value: object) -> tuple[ResponseTool, ...]:
+    items: object = value
+    if isinstance(value, list):
+        items = [*_flattened(name, cast(list[object], value))]
+    return cast(tuple[ResponseTool, ...], checked_tools(name, items, flat_tool))
+
+
+def _flattened(name: str, value: list[object]) -> Iterator[object]:
+    for item in value:
+        members = members_of(item)
+        kind = members.get("type")
+        if kind in HOSTED:
+            unknown_members().ignore(f"{name}.{kind}")
+        elif kind == "namespace":
+            inner = members.get("tools")
+            if not isinstance(members.get("name"), str) or not isinstance(inner, list):
+                raise refuse(name, item, 'a namespace with a name and "tools": […]')
+            for each in cast(list[object], inner):
+                yield {**members_of(each), NAMESPACE: members}
+        else:
+            yield item
+
+
+response_tool_choice = choice_type(("type", "name"), lambda members: members)

@@ -23,7 +23,7 @@ from cadenza.server.fields.body import ObjectOf, label, optional, required, unsu
 from cadenza.server.fields.messages import chat_messages, template_variables
 from cadenza.server.fields.sampling import LabelledBody, SamplingField
 from cadenza.server.fields.thinking import BUDGET, BUDGET_HELP, AskedThinking, ThinkingSwitches
-from cadenza.server.fields.tools import ResponseTool, response_tool_choice, response_tools
+from cadenza.server.fields.tools import ResponseTool
 from cadenza.server.fields.types import (
     MAX_TOKEN_ID,
     AnyJson,
@@ -50,6 +50,8 @@ from cadenza.server.openai.response_items import (
     includes,
     input_items,
     messages_of,
+    response_tool_choice,
+    response_tools,
 )
 from cadenza.server.response_store import StoredResponse
 from cadenza.structured import StructuredOutput
