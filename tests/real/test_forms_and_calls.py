@@ -18,8 +18,7 @@ from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.config import EngineConfig
 from cadenza.frontend.loaded_model import load_model
 from examples import tool_loop
-from tests.server.harness import RunningServer, running_server
-from tests.server.watched_service import WatchedService
+from tests.server.harness import RunningServer, WatchedService, running_server
 
 pytestmark = [pytest.mark.native, pytest.mark.slow]
 

@@ -13,8 +13,7 @@ import pytest
 
 from cadenza.config import EngineConfig
 from cadenza.frontend.loaded_model import load_model
-from tests.server.harness import RunningServer, running_server
-from tests.server.watched_service import WatchedService
+from tests.server.harness import RunningServer, WatchedService, running_server
 
 pytestmark = [pytest.mark.native, pytest.mark.slow, pytest.mark.soak]
 

@@ -13,9 +13,8 @@ from cadenza.frontend.loaded_model import LoadedModel, load_model
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.server.operations.log_output import JsonLines, TextLines
 from tests.cli.harness import write_model
-from tests.server.harness import RunningServer, running_server
+from tests.server.harness import RunningServer, WatchedService, running_server
 from tests.server.scripted_engine import ScriptedEngine
-from tests.server.watched_service import WatchedService
 
 SCRIPT_TEXT = "the quick brown fox jumps over the lazy dog "
 

@@ -13,8 +13,14 @@ from typing import Any
 
 import httpx
 
-from cadenza.engine.batch_engine import ServedEngine
+from cadenza.engine.batch_engine import Emit, ServedEngine
+from cadenza.engine.core import EngineCore
+from cadenza.engine.front import EngineFront, InProcessLink
+from cadenza.engine.request_check import CheckedRequest
+from cadenza.events import Event
+from cadenza.fingerprint import Fingerprint
 from cadenza.frontend.text_frontend import TextFrontend
+from cadenza.request import Request
 from cadenza.server.http.listening import Address, listening
 from cadenza.server.lifecycle.handover import ServerSockets
 from cadenza.server.lifecycle.run import Lifecycle, run_server
@@ -56,6 +62,40 @@ class InBackground:
 
 def in_background(calls: Iterable[Callable[[], Any]]) -> list[InBackground]:
     return [InBackground(call) for call in calls]
+
+
+class WatchedService(EngineFront):
+    """An engine in this process that waits for company when it is told to: no stream is over before
+    all that are to come have come. `most_running`: in one batch since `gather`."""
+
+    def __init__(self, core: EngineCore, fingerprint: Fingerprint | None = None) -> None:
+        super().__init__(InProcessLink(core, fingerprint=fingerprint))
+        self.most_running = 0
+        self._num_missing = 0
+        self._all_came = threading.Event()
+        self._all_came.set()
+
+    def gather(self, num_requests: int) -> None:
+        """Counts anew; the next requests get nothing until so many have come."""
+        self.most_running, self._num_missing = 0, num_requests
+        self._all_came.clear()
+
+    def submit(self, given: Request | CheckedRequest) -> int:
+        request_id = super().submit(given)
+        self._num_missing -= 1
+        if self._num_missing <= 0:
+            self._all_came.set()
+        return request_id
+
+    def serve(self, emit: Emit) -> None:
+        def watch_and_emit(events: list[Event]) -> None:
+            stats = self.stats()
+            assert stats is not None
+            self.most_running = max(self.most_running, stats.numbers["num_requests_running"])
+            assert self._all_came.wait(TIMEOUT_S), f"{self._num_missing} did not come"
+            emit(events)
+
+        super().serve(watch_and_emit)
 
 
 def serving_one(

@@ -14,8 +14,7 @@ import pytest
 from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.config import EngineConfig
 from cadenza.frontend.loaded_model import load_model
-from tests.server.harness import RunningServer, running_server
-from tests.server.watched_service import WatchedService
+from tests.server.harness import RunningServer, WatchedService, running_server
 
 AGENTS: dict[str, dict[str, Any]] = json.loads(
     (Path(__file__).parent / "agent_requests.json").read_text()

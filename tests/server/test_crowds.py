@@ -39,13 +39,13 @@ from tests.server.harness import (
     TIMEOUT_S,
     InBackground,
     RunningServer,
+    WatchedService,
     in_background,
     options,
     running_server,
     wait_until,
 )
 from tests.server.serve_process import ServeProcess, serve_process
-from tests.server.watched_service import WatchedService
 
 PROMPTS = ["The capital of France is", "12 + 30 =", "Once upon a time", "The dog"]
 

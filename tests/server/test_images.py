@@ -1,4 +1,4 @@
-"""Images in every API: one prompt whatever it came by, errors that name the image, limits."""
+"""Images in every API: one prompt whatever it came by, usage, errors, limits."""
 
 import base64
 import json
@@ -10,6 +10,7 @@ from typing import Any
 
 import openai
 import pytest
+from openai.types.responses import Response
 
 from cadenza.config import ImageLimits
 from cadenza.frontend.text_frontend import TextFrontend
@@ -20,6 +21,7 @@ from tests.faces.seeing import IMAGE, seeing_checkpoint
 from tests.media.corpus import animated, data_url, header_bomb, quarters, saved
 from tests.media.processors import GridImages
 from tests.server.bodies import PATHS
+from tests.server.dialects import ending, post, told_error
 from tests.server.harness import RunningServer, options, running_server
 from tests.server.scripted_engine import CAPABILITIES, ScriptedEngine
 
@@ -128,11 +130,10 @@ def asked(server: RunningServer, name: str, body: Json) -> Request:
     return engine.submitted[-1]
 
 
-def refused(server: RunningServer, name: str, body: Json, status: int = 400) -> str:
+def refused(server: RunningServer, name: str, body: Json) -> str:
     answer = server.post(PATHS[name], body)
-    assert answer.status_code == status, answer.text
-    error = answer.json()["error"]
-    return error if isinstance(error, str) else error["message"]
+    assert answer.status_code == 400, answer.text
+    return told_error(name, answer.json()).message
 
 
 def payloads(request: Request) -> list[tuple[int, int, int, bytes]]:
@@ -301,12 +302,9 @@ def test_nine_images_are_refused(server: RunningServer):
 
 @pytest.mark.parametrize("name", DIALECTS)
 def test_a_model_that_does_not_see_refuses_images(scripted: RunningServer, name: str):
-    assert "takes no images" in refused(scripted, name, body_of(name, URL, "What is it?"))
-
-
-def test_a_model_that_does_not_see_fetches_nothing(scripted: RunningServer):
-    found = refused(scripted, "chat", body_of("chat", REMOTE, "What is it?"))
-    assert "takes no images" in found
+    """And fetches none: it has no fetcher."""
+    for url in (URL, *([REMOTE] if not name.startswith("ollama") else [])):
+        assert "takes no images" in refused(scripted, name, body_of(name, url, "What is it?"))
 
 
 @pytest.mark.parametrize("name", ["chat", "messages"])
@@ -332,6 +330,26 @@ def test_counting_fetches_and_names_what_is_wrong(server: RunningServer):
     answer = server.post("/tokenize", bad)
     assert answer.status_code == 400
     assert "image 2 (messages[0].content[1])" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("name", ["chat", "responses", "messages"])
+def test_usage_counts_the_tokens_of_images_and_else_has_no_count(server: RunningServer, name: str):
+    details = "prompt_tokens_details" if name == "chat" else "input_tokens_details"
+
+    def counted(*parts: str) -> tuple[int, int | None]:
+        answer = post(server, name, body_of(name, *parts))
+        found = answer["usage"].get(details, {}).get("image_tokens")
+        return ending(name, answer).num_prompt_tokens, found
+
+    num_tokens, num_of_images = counted(URL, TALL_URL, "What is it?")
+    assert num_of_images == 8 + 3
+    assert counted("What is it?") == (num_tokens - 8 - 3, None)
+
+
+def test_models_say_whether_they_take_images(server: RunningServer, scripted: RunningServer):
+    for each, inputs in ((server, ["text", "image"]), (scripted, ["text"])):
+        (card,) = each.get("/v1/models").json()["data"]
+        assert card["input_modalities"] == inputs
 
 
 def test_an_image_that_takes_long_holds_up_nobody(server: RunningServer):
@@ -387,49 +405,22 @@ def client(server: RunningServer) -> Iterator[openai.OpenAI]:
 
 
 def test_openais_client_sends_images_to_both_of_its_apis(client: openai.OpenAI):
-    answer = client.chat.completions.create(
-        model="scripted",
-        max_tokens=4,
-        messages=[
-            {
-                "role": "user",
-                "content": [
-                    {"type": "text", "text": "What is it?"},
-                    {"type": "image_url", "image_url": {"url": URL, "detail": "high"}},
-                ],
-            }
-        ],
-    )
+    image: Any = {"type": "image_url", "image_url": {"url": URL, "detail": "high"}}
+    chat: Any = [{"role": "user", "content": [{"type": "text", "text": "What is it?"}, image]}]
+    answer = client.chat.completions.create(model="scripted", max_tokens=4, messages=chat)
     assert answer.choices[0].message.content
     assert answer.usage is not None
     counted: Any = answer.usage.prompt_tokens_details
     assert counted.image_tokens == 8
-    response = client.responses.create(
-        model="scripted",
-        max_output_tokens=16,
-        input=[
-            {
-                "role": "user",
-                "content": [
-                    {"type": "input_text", "text": "What is it?"},
-                    {"type": "input_image", "image_url": URL, "detail": "auto"},
-                ],
-            }
-        ],
-    )
-    assert response.output_text
+
+    def respond(url: str) -> Response:
+        seen: Any = {"type": "input_image", "image_url": url, "detail": "auto"}
+        asked: Any = [{"role": "user", "content": [seen]}]
+        return client.responses.create(model="scripted", max_output_tokens=16, input=asked)
+
+    assert respond(URL).output_text
     with pytest.raises(openai.BadRequestError, match=r"image 1 \(input\[0\]\.content\[0\]\): its"):
-        client.responses.create(
-            model="scripted",
-            input=[
-                {
-                    "role": "user",
-                    "content": [
-                        {"type": "input_image", "image_url": "data:x", "detail": "auto"},
-                    ],
-                }
-            ],
-        )
+        respond("data:x")
 
 
 def test_anthropics_client_sends_images(server: RunningServer):

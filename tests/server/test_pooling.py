@@ -32,9 +32,15 @@ from cadenza.text.tokens.tokenizer import TokenizerSource
 from cadenza.weights.weights import open_weights
 from tests.checkpoint.files import write_tensors
 from tests.cli.harness import write_model
-from tests.server.harness import TIMEOUT_S, RunningServer, read_metrics, running_server, wait_until
+from tests.server.harness import (
+    TIMEOUT_S,
+    RunningServer,
+    WatchedService,
+    read_metrics,
+    running_server,
+    wait_until,
+)
 from tests.server.scripted_engine import HIDDEN_SIZE, ScriptedEngine
-from tests.server.watched_service import WatchedService
 
 PATH = "/v1/embeddings"
 TEXTS = ["one two", "the lazy dog", "three"]

@@ -18,8 +18,7 @@ from cadenza.frontend.receipts import ReceiptSeal
 from cadenza.server.operations.replay import MAX_TOKENS, check_fingerprint, place_of_difference
 from cadenza.verification.replay import read_receipts, replay_receipts
 from tests.ports import refusing_port
-from tests.server.harness import RunningServer, wait_until
-from tests.server.watched_service import WatchedService
+from tests.server.harness import RunningServer, WatchedService, wait_until
 
 COMPLETION = {"prompt": "Once upon a time", "max_tokens": 12, "temperature": 1.0, "n": 2}
 CHAT = {"messages": [{"role": "user", "content": "Tell me a story."}], "max_tokens": 9, "seed": 4}

@@ -25,9 +25,8 @@ from cadenza.text.constraints.call_constraint import ThinkingConstraint
 from tests.cli.harness import write_model
 from tests.server.bodies import GENERATING
 from tests.server.dialects import body_of, post, told
-from tests.server.harness import RunningServer, running_server
+from tests.server.harness import RunningServer, WatchedService, running_server
 from tests.server.scripted_engine import ScriptedEngine
-from tests.server.watched_service import WatchedService
 
 BEGIN, END = 311, 312
 TEMPLATE = (
