@@ -90,16 +90,16 @@ class Bench:
             self._add(workload.num_rows, workload.num_blocked_tokens)
             while any(s.num_uncomputed_tokens != 1 for s in self._everybody()):
                 self._settle()
-            self.scheduler.cancel(self.scheduler.running[-1])
+            self.scheduler.end(self.scheduler.running[-1])
         for request_id in range(workload.num_rows):
             self._add(request_id, workload.num_prompt_tokens)
         while any(s.num_uncomputed_tokens != 1 for s in self._everybody()):
             self._settle()
         if workload.num_waiting_tokens:
-            self.scheduler.cancel(self.scheduler.running[-1])
+            self.scheduler.end(self.scheduler.running[-1])
             self._add(workload.num_rows, workload.num_waiting_tokens)
         if workload.num_blocked_tokens:
-            self.scheduler.cancel(self.scheduler.running[-1])
+            self.scheduler.end(self.scheduler.running[-1])
             self._add(workload.num_rows, workload.num_blocked_tokens, num_answer_tokens=1 << 20)
         self.in_flight = self._next_batch()
         self.packer.pack(self.in_flight, self.bucket)

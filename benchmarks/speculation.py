@@ -220,7 +220,7 @@ def measure_made_up(llm: LLM, acceptance: float, rows: int, options: argparse.Na
     accepted = counts.num_accepted_tokens - before[0]
     drafted = counts.num_draft_tokens - before[1]
     on, off = statistics.median(rates[True]), statistics.median(rates[False])
-    cost = core.scheduler.step_cost
+    cost = core.scheduler.times.cost
     assert cost is not None
     best = best_ratio(
         cost, acceptance, rows, options.prompt_tokens + options.length // 2, options.most

@@ -426,7 +426,7 @@ class Player:
                 assert resumed is not None
                 record.engine.resume(request_id, *resumed)
             self.modes["killed"] += 1
-        elif running and not any(each.batch.has_drafts for each in record.engine._loop.in_flight):
+        elif running and not any(each.batch.has_drafts for each in record.engine.loop.in_flight):
             # As in `schedule`, before which steps with drafts have been read.
             record.engine.scheduler._preempt(running[trouble.place % len(running)])
 
@@ -434,11 +434,11 @@ class Player:
         """What the engine met that is given up now."""
         engine, modes, case = self.record.engine, self.modes, self.case
         assert isinstance(engine.runner, LosingRunner)
-        assert engine.num_failed_steps <= engine.runner.num_lost, "a step failed by itself"
+        assert engine.loop.num_failed_steps <= engine.runner.num_lost, "a step failed by itself"
         drafts = engine.draft_counts
         assert sum(drafts.num_accepted_per_pos) == drafts.num_accepted_tokens
         modes["preempted"] += engine.scheduler.num_preemptions
-        modes["lost"] += engine.num_failed_steps
+        modes["lost"] += engine.loop.num_failed_steps
         modes["accepted"] += drafts.num_accepted_tokens
         modes["rejected"] += drafts.num_draft_tokens - drafts.num_accepted_tokens
         modes["prefix hits"] += engine.scheduler.prefix_counts.num_hits

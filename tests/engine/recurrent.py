@@ -12,7 +12,7 @@ def spoil_free_states(engine: EngineCore) -> None:
         return
     assert isinstance(runner, FakeRunner)
     pool = states.pool
-    for launched in engine._loop.in_flight:
+    for launched in engine.loop.in_flight:
         for entry in launched.batch.entries:
             named = [kept.slot for kept in entry.kept_states]
             named += [] if entry.state_start is None else [entry.state_start]

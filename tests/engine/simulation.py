@@ -144,7 +144,7 @@ class AssembledEngine(EngineCore):
         )
         self.scheduler = parts.scheduler(limits, kv_cache, admission, order)
         packer = parts.packer(limits, runner.vocab_size)
-        self._loop = StepLoop(
+        self.loop = StepLoop(
             self.scheduler,
             StepRunner(runner, packer),
             depth=LOOP_DEPTHS[options.loop],
@@ -232,13 +232,13 @@ class Record:
         """One step of its engine, whose events it files. It computes something if there is work and
         nothing is in flight."""
         engine = self.engine
-        self.retried, num_failed = retried_streams(engine), engine.num_failed_steps
+        self.retried, num_failed = retried_streams(engine), engine.loop.num_failed_steps
         events = engine.step()
-        if engine.num_failed_steps > num_failed + 1:  # it was lost and retried in between
+        if engine.loop.num_failed_steps > num_failed + 1:  # it was lost and retried in between
             self.retried |= self.streams.keys()
         self.take_all(events)
         self.num_steps += 1
-        assert engine.num_empty_steps <= self.most_empty_steps, (
+        assert engine.loop.num_empty_steps <= self.most_empty_steps, (
             f"nothing was computed, although there is work: {_state_of(engine)}"
         )
 

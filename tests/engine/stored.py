@@ -81,7 +81,7 @@ def run(engine: EngineCore, requests: Sequence[Request], *, num_steps: int = 500
                 assert event.finish_reason != "error", event
                 found.cached[event.request_id, event.sample] = event.num_cached_tokens
         engine.check_invariants()
-        assert not engine.num_empty_steps, "nothing was computed, although there is work"
+        assert not engine.loop.num_empty_steps, "nothing was computed, although there is work"
     assert engine.is_idle, "the engine does not come to rest"
     return found
 

@@ -191,7 +191,7 @@ def test_a_step_that_is_lost_around_its_choice_changes_no_stream(at: int, when: 
         assert all(end.finish_reason in {"length", "stop"} for end in ends(events).values())
         results.append([tokens(events, each) for each in ids])
     assert results[0] == results[1]
-    assert (sound.num_failed_steps, faulty.num_failed_steps) == (0, 1)
+    assert (sound.loop.num_failed_steps, faulty.loop.num_failed_steps) == (0, 1)
 
 
 @pytest.mark.parametrize("num_steps", range(1, 6))
@@ -301,7 +301,7 @@ def test_a_step_whose_masks_follow_has_no_drafts():
     repeated = Request(prompt_token_ids=(1, 2, 3, 4, 5, 6) * 5, params=params)
     second = engine.submit(repeated)
     events += drain(engine)
-    assert engine.num_failed_steps == 0
+    assert engine.loop.num_failed_steps == 0
     alone = make_engine(limits)
     alone.new_request_id()
     assert tokens(drain_one(alone, repeated), second) == tokens(events, second)

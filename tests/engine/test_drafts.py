@@ -294,7 +294,7 @@ def test_a_draft_model_that_fails_costs_drafts_and_no_stream(
     engine = engine_with(fake_of(LIMITS, Breaks))
     ask(engine, 9, 9, 9)
     assert engine.draft_counts.num_drafts == 0
-    assert engine.num_failed_steps == 0
+    assert engine.loop.num_failed_steps == 0
     assert caplog.text.count("a step of the draft model failed") == MAX_FAILURES
 
 

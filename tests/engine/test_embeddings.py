@@ -191,7 +191,7 @@ def test_a_step_that_failed_changes_no_embedding(pooling: Pooling, loop: Schedul
     limits = replace(LIMITS, max_num_batched_tokens=20)
     engine = make_engine(limits, loop=loop, parts=Parts(runner=Failing))
     check(engine, [pooled(prompt_of(70, seed), pooling) for seed in range(2)])
-    assert engine.num_failed_steps == 1
+    assert engine.loop.num_failed_steps == 1
 
 
 @dataclass(frozen=True, slots=True)

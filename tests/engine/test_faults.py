@@ -324,7 +324,7 @@ def test_a_device_that_is_lost_with_two_steps_in_flight_ends_nobody(
     """The sequences of both have failed once."""
     engine = make_engine(LIMITS, loop=loop, parts=Parts(runner=partial(LostRunner, at=at)))
     run_requests(engine, list(workload())).verify()
-    assert engine.num_failed_steps == 1
+    assert engine.loop.num_failed_steps == 1
 
 
 @dataclass(kw_only=True, eq=False)
@@ -357,7 +357,7 @@ def test_a_request_that_fails_each_of_its_steps_fails_alone(
     record = run_requests(engine, requests)
     record.verify(failed=frozenset({(place, 0)}))
     assert record.finished[place, 0].error_kind == "step_failed"
-    assert engine.num_failed_steps == 2
+    assert engine.loop.num_failed_steps == 2
 
 
 @pytest.mark.parametrize("loop", LOOPS)

@@ -256,7 +256,7 @@ def test_an_engine_that_computes_nothing_although_requests_are_open_says_so_and_
         match=r"0 running, 3 waiting, 0 of 8 pages free; 1 waits for: pages, 2 waits for: turn",
     ):
         bench.serve()
-    assert bench.core.num_empty_steps == MAX_EMPTY_STEPS
+    assert bench.core.loop.num_empty_steps == MAX_EMPTY_STEPS
     assert bench.ends() == dict.fromkeys(range(3), ("error", "engine_closed"))
     status = bench.service.status()
     assert status.state == "dead"

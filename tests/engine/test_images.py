@@ -278,7 +278,7 @@ def test_a_step_that_fails_forgets_all_slots_and_streams_are_exact(
 
     runner.fails = fails
     run_requests(engine, MANY).verify()
-    assert engine.num_failed_steps == 1
+    assert engine.loop.num_failed_steps == 1
 
 
 @pytest.mark.parametrize("loop", LOOPS)

@@ -221,7 +221,7 @@ def test_the_launch_of_a_step_that_waits_counts_once(monkeypatch: pytest.MonkeyP
     def observe(batch: Batch, measured_ms: float, idle_ms: float | None = None) -> None:
         seen.append((measured_ms, idle_ms))
 
-    monkeypatch.setattr(engine.scheduler, "observe", observe)
+    monkeypatch.setattr(engine.scheduler.times, "observe", observe)
     params = SamplingParams(max_tokens=20, ignore_eos=True, speculative=True)
     engine.submit(Request(prompt_token_ids=(1, 2, 3) * 4, params=params))
     while not engine.is_idle:

@@ -61,7 +61,7 @@ def test_a_queue_takes_the_time_of_its_uncached_prompts_beside_the_rows_that_dec
     core.step()
     decoding = forecast_queue(core.scheduler)
     assert decoding.queued_s == 0.0
-    cost = core.scheduler.step_cost  # it has learned from the step
+    cost = core.scheduler.times.cost  # it has learned from the step
     assert cost is not None
     beside_ms = cost.predict_ms(StepLoad().plus(40, 1, 1)) / 63
     assert decoding.prompt_token_s == pytest.approx((beside_ms + cost.token_ms) / 1000)

@@ -175,7 +175,7 @@ def run_with_failed_step(at: int, loop: SchedulerLoop, packer: type[Packer] = Pa
     engine = make_engine(limits_of(max_num_seqs=3), loop=loop, parts=parts)
     record = run_requests(engine, [ruled, plain, ruled, plain])
     record.verify()
-    assert engine.num_failed_steps == 1
+    assert engine.loop.num_failed_steps == 1
 
 
 @pytest.mark.parametrize("loop", LOOPS)

@@ -243,7 +243,7 @@ def test_a_failed_step_is_retried_and_what_fails_alone_is_computed_whole(loop: s
     assert started[0].kept is not None
     assert later[0].kept is not None
     assert engine.scheduler.work(ScoringQueue).counts.num_failed == 1
-    assert engine.num_failed_steps == 0, "the target's steps did not fail"
+    assert engine.loop.num_failed_steps == 0, "the target's steps did not fail"
 
 
 def test_scores_that_are_not_finite_are_a_failed_scoring() -> None:
@@ -293,7 +293,7 @@ def test_a_failed_step_of_the_target_begins_scorings_again() -> None:
     ids = [engine.submit(plain), engine.submit(asked)]
     events = [event for _ in range(4) for event in engine.step()]
     assert engine.scheduler.work(ScoringQueue).holders
-    engine._loop._recover(engine._loop.in_flight.popleft().batch)
+    engine.loop._recover(engine.loop.in_flight.popleft().batch)
     engine.check_invariants()
     while not engine.is_idle:
         events += engine.step()

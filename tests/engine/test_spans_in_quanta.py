@@ -288,7 +288,7 @@ def test_a_step_that_fails_within_a_span_loses_it_and_no_stream(loop: SchedulerL
     send(engine, record, request_of(9, 200, 5, 1), request_of(3, 150, 4, 2), stream_of(7, 40))
     drain(engine, record)
     record.verify()
-    assert len(failed) == engine.num_failed_steps == 1
+    assert len(failed) == engine.loop.num_failed_steps == 1
 
 
 def test_an_engine_lost_within_a_span_leaves_its_request_to_another() -> None:

@@ -153,10 +153,10 @@ def test_failed_steps_are_counted_and_a_success_ends_their_row():
     for attempt in range(2):
         core.submit(request(5))
         play(core, meter)
-        assert core.num_consecutive_failures == 2 * (attempt + 1)
+        assert core.loop.num_consecutive_failures == 2 * (attempt + 1)
     core.submit(request(5))
     play(core, meter)
-    assert core.num_consecutive_failures == 0
+    assert core.loop.num_consecutive_failures == 0
     assert meter.stats().numbers["failed_steps"] == 4
 
 

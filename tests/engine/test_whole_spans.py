@@ -110,7 +110,7 @@ def test_streams_are_solo_at_every_budget_and_no_span_is_cut(budget: int, num_pa
     runner = engine.runner
     assert isinstance(runner, SeeingRunner)
     assert runner.num_reaching > 0
-    assert engine.num_failed_steps == 0
+    assert engine.loop.num_failed_steps == 0
 
 
 def test_a_span_that_fits_no_step_is_refused_with_the_budget_that_it_needs() -> None:

@@ -43,12 +43,12 @@ def test_the_seed_the_scheduler_and_the_recommended_sampling_reach_the_engine(
     (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.25}))
     with LLM(folder, **SMALL) as plain:
         assert plain.default_sampling_params.temperature == 0.25
-        assert plain.core._loop._depth == 1
+        assert plain.core.loop._depth == 1
         drawn = plain.generate([1, 2], DRAWN)[0].outputs
     chosen = {"seed": 11, "scheduler": "plain", "generation_config": "none"}
     with LLM(folder, **SMALL, **chosen) as other:
         assert other.default_sampling_params.temperature == 1.0
-        assert other.core._loop._depth == 0
+        assert other.core.loop._depth == 0
         assert other.generate([1, 2], DRAWN)[0].outputs != drawn
 
 

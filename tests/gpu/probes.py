@@ -137,7 +137,7 @@ def probe_host(
                 launches.append(time.perf_counter() - started)
                 return handle
 
-        steps: Any = llm.core._loop._step_runner
+        steps: Any = llm.core.loop._step_runner
         steps._runner = Timed()
         for count in rows:
             launches.clear()

@@ -192,7 +192,7 @@ def test_a_step_that_raises_changes_no_stream(loaded: Loaded, alone: list[Any]):
     """What the lost slots held is computed again, the generated tokens too."""
     core = replace(loaded, runner=FailsOnce(loaded.runner, 11)).engine(caching=True)
     assert streams(core, requests(), at_once=True) == alone
-    assert core.num_failed_steps == 1
+    assert core.loop.num_failed_steps == 1
 
 
 def test_scored_prompts_are_what_each_is_alone(loaded: Loaded):

@@ -225,7 +225,7 @@ def test_pages_in_flight_are_not_handed_out_when_their_sequence_is_cancelled() -
     add(scheduler, first, second)
     batch = scheduled(scheduler)
     table = set(first.page_table)
-    scheduler.cancel(first)
+    scheduler.end(first)
     assert scheduler.kv_cache.pool.num_available == 0
     assert scheduler.schedule() is None, "its pages are still written"
     assert scheduler.update(batch, output_of(batch)) == []
@@ -369,7 +369,7 @@ def test_a_restart_recomputes_the_running_in_order_and_forgets_the_cache() -> No
     add(scheduler, *sequences)
     run_step(scheduler)
     batch = scheduled(scheduler)
-    scheduler.drop_batch(batch)
+    scheduler.unpin(batch)
     scheduler.restart()
     scheduler.check_invariants()
     assert ids(scheduler.waiting) == [0, 1, 2]
@@ -384,8 +384,8 @@ def test_cancelling_a_waiting_sequence_takes_it_out_of_the_queue() -> None:
     running, waiting = sequence_of(0, 4), sequence_of(1, 4)
     add(scheduler, running, waiting)
     run_step(scheduler)
-    scheduler.cancel(waiting)
-    scheduler.cancel(running)
+    scheduler.end(waiting)
+    scheduler.end(running)
     scheduler.check_invariants()
     assert not scheduler.has_work
     assert running.is_finished

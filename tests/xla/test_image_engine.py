@@ -93,7 +93,7 @@ def test_tokens_behind_images_are_those_of_each_request_alone(engine: EngineCore
     counts = engine.scheduler.work(ImageQueue).counts
     assert counts.num_encoded > 3, "an image was never evicted"
     assert counts.num_slot_hits > 0
-    assert engine.num_failed_steps == 0
+    assert engine.loop.num_failed_steps == 0
 
 
 def test_the_reference_takes_images_and_gives_the_same_tokens(

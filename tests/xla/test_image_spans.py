@@ -118,7 +118,7 @@ def run(engine: EngineCore, requests: list[Request]) -> list[Stream]:
         for event in engine.step():
             if isinstance(event, Token):
                 found[event.request_id].append((event.token_id, event.logprobs))
-    assert engine.num_failed_steps == 0
+    assert engine.loop.num_failed_steps == 0
     return list(found.values())
 
 

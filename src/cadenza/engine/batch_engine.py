@@ -126,7 +126,7 @@ class ServedEngine(BatchEngine, Protocol):
 
 
 def check_step_errors(core: EngineCore) -> None:
-    failures, most = core.num_consecutive_failures, core.limits.max_consecutive_step_errors
+    failures, most = core.loop.num_consecutive_failures, core.limits.max_consecutive_step_errors
     if failures >= most:
         raise RunnerError(
             f"{failures} steps in a row have failed, the most that --max-consecutive-step-errors "

@@ -120,7 +120,7 @@ class EngineCore:
         self._scoring = None
         if scorer is not None:
             self._scoring = ScoringSteps(scorer, self.scheduler.work(ScoringQueue))
-        self._loop = StepLoop(
+        self.loop = StepLoop(
             self.scheduler,
             steps or StepRunner(runner, packer),
             depth=LOOP_DEPTHS[options.loop],
@@ -184,23 +184,11 @@ class EngineCore:
 
     @property
     def has_requests(self) -> bool:
-        return bool(self.scheduler.has_work or self._loop.in_flight or self._compiling)
+        return bool(self.scheduler.has_work or self.loop.in_flight or self._compiling)
 
     @property
     def num_steps(self) -> int:
         return self.scheduler.num_steps
-
-    @property
-    def num_failed_steps(self) -> int:
-        return self._loop.num_failed_steps
-
-    @property
-    def num_consecutive_failures(self) -> int:
-        return self._loop.num_consecutive_failures
-
-    @property
-    def num_empty_steps(self) -> int:
-        return self._loop.num_empty_steps
 
     @property
     def num_queue_slots(self) -> int:
@@ -248,13 +236,13 @@ class EngineCore:
         samples = self._samples.get(request_id, {})
         ended = list(samples) if sample is None else [k for k in samples if k == sample]
         for each in ended:
-            self.scheduler.cancel(samples[each])
+            self.scheduler.end(samples[each])
             self._forget(request_id, each)
         return bool(ended)
 
     def launch_in_s(self) -> float:
         """For so long `step` may be put off, so that requests still to come are in it."""
-        return self._loop.launch_in_s()
+        return self.loop.launch_in_s()
 
     def step(self, announce: Announce | None = None) -> list[Event]:
         """[] if there is nothing to do. `announce`: called with the requests that start, before
@@ -265,7 +253,7 @@ class EngineCore:
         events = self._step(announce)
         if logger.isEnabledFor(logging.DEBUG):
             self._log_waits()
-        if self.num_empty_steps >= MAX_EMPTY_STEPS:
+        if self.loop.num_empty_steps >= MAX_EMPTY_STEPS:
             raise EngineStalledError(self._stall_text())
         for event in events:
             if isinstance(event, Finished):
@@ -283,12 +271,12 @@ class EngineCore:
     def _step(self, announce: Announce | None) -> list[Event]:
         stored = self.stored_pages
         if stored is None:
-            return self._loop.step(announce)
+            return self.loop.step(announce)
         stored.advance()
-        events = self._loop.step(announce)
+        events = self.loop.step(announce)
         if stored.is_awaited(self._clock()):
-            self._loop.num_empty_steps = 0
-        if not (events or self._loop.in_flight or self.scheduler.running) and stored.is_busy:
+            self.loop.num_empty_steps = 0
+        if not (events or self.loop.in_flight or self.scheduler.running) and stored.is_busy:
             stored.wait()
         return events
 
@@ -311,7 +299,7 @@ class EngineCore:
         self._is_closed = True
         for request_id in list(self._samples):
             self.cancel(request_id)
-        self._loop.drop_in_flight()
+        self.loop.drop_in_flight()
         if self.stored_pages is not None:
             self.stored_pages.close()
         if self._draft_model is not None:
@@ -361,7 +349,7 @@ class EngineCore:
     def _start_compiled(self) -> list[Finished]:
         """The ends of those whose constraint cannot be compiled."""
         assert self._compiling is not None
-        if not self.scheduler.has_work and not self._loop.in_flight:
+        if not self.scheduler.has_work and not self.loop.in_flight:
             self._compiling.wait()
         refused: list[Finished] = []
         for samples, is_constrained in self._compiling.take():

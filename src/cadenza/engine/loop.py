@@ -172,7 +172,7 @@ class StepLoop:
             return 0.0
         newest = self.in_flight[-1]
         started_s = max(newest.launched_s, self._last_read_s)
-        predicted_ms = self._scheduler.predict_ms(newest.batch)
+        predicted_ms = self._scheduler.times.predict_ms(newest.batch)
         if predicted_ms is None:
             return 0.0
         after_s = LAUNCH_AT * predicted_ms / 1000 - LAUNCH_S
@@ -199,7 +199,7 @@ class StepLoop:
     def drop_in_flight(self) -> None:
         """Their sequences' KV must not be used afterwards."""
         while self.in_flight:
-            self._scheduler.drop_batch(self.in_flight.popleft().batch)
+            self._scheduler.unpin(self.in_flight.popleft().batch)
 
     def _must_read_first(self) -> bool:
         """Asked once for each step."""
@@ -274,7 +274,7 @@ class StepLoop:
         now_s = self._clock()
         started_s = max(step.launched_s, self._last_read_s)
         idle_ms = None if step.idle_s is None else 1000 * step.idle_s
-        self._scheduler.observe(step.batch, 1000 * (now_s - started_s), idle_ms)
+        self._scheduler.times.observe(step.batch, 1000 * (now_s - started_s), idle_ms)
         self._last_read_s = now_s
 
     def _recover(self, failed: Batch) -> list[Event]:

@@ -47,7 +47,7 @@ def forecast_queue(scheduler: Scheduler) -> QueueForecast:
         else:
             decodes = decodes.plus(each.num_computed_tokens, 1, 1)
     num_queued += _num_waiting_tokens(scheduler)
-    cost = scheduler.step_cost
+    cost = scheduler.times.cost
     if cost is None:
         return QueueForecast(num_queued, UNMEASURED_TOKEN_S, is_measured=False)
     most = max(1, scheduler.limits.max_num_batched_tokens - decodes.num_tokens)

@@ -198,7 +198,7 @@ BATCH_FIGURES: tuple[Figure[StepMeter], ...] = (
         "Programs compiled after the start; must stay zero.",
         lambda meter: meter.count_compiles(),
     ),
-    Figure("failed_steps", "Steps that failed.", lambda meter: meter.core.num_failed_steps),
+    Figure("failed_steps", "Steps that failed.", lambda meter: meter.core.loop.num_failed_steps),
     Figure(
         "step_seconds",
         "Time of a step.",

@@ -73,8 +73,8 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_scheduled_tokens = 0
         self.prefix_counts = PrefixCounts(options.on_prefix)
-        self._results = StepResults(kv_cache, self._end, limits.placeholder)
-        self._times = StepTimes(options.step_bound, options.step_cost, self.works)
+        self._results = StepResults(kv_cache, self.end, limits.placeholder)
+        self.times = StepTimes(options.step_bound, options.step_cost, self.works)
         self._may_finish_short = True
         self._reservations = Reservations(admission, self.running)
         self._starts = Starts(
@@ -115,18 +115,8 @@ class Scheduler:
 
     def must_follow(self) -> bool:
         """Whether the next step is to follow the newest tokens; asked once for a step."""
-        number, cost = self.num_steps, self.step_cost
+        number, cost = self.num_steps, self.times.cost
         return any(work.must_follow(self.running, number, cost) for work in self.works)
-
-    def observe(self, batch: Batch, measured_ms: float, idle_ms: float | None = None) -> None:
-        self._times.observe(batch, measured_ms, idle_ms)
-
-    def predict_ms(self, batch: Batch) -> float | None:
-        return self._times.predict_ms(batch)
-
-    @property
-    def step_cost(self) -> StepCost | None:
-        return self._times.cost
 
     def add(self, sequence: Sequence) -> None:
         self.turns.add(sequence)
@@ -161,12 +151,12 @@ class Scheduler:
             assert not self._has_page_copy(), "no step makes a page's copy"
             return None
         for work in self.works:
-            work.extend(entries, budget.num_rows, self.num_steps, self.step_cost)
+            work.extend(entries, budget.num_rows, self.num_steps, self.times.cost)
         return self._launched(plan, entries)
 
     def update(self, batch: Batch, output: StepOutput) -> list[Event]:
         """`output` has one entry per logit row of the batch."""
-        self._unpin(batch)
+        self.unpin(batch)
         events = self._results.apply(batch, output)
         for work in self.works:
             work.settle(batch)
@@ -174,7 +164,7 @@ class Scheduler:
 
     def fail_batch(self, batch: Batch, error: str) -> list[Event]:
         """Each sequence is retried once, in steps of its own; a retried one ends with an error."""
-        self.drop_batch(batch)
+        self.unpin(batch)
         events: list[Event] = []
         computed = [entry.sequence for entry in batch.entries]
         for sequence in dict.fromkeys([*computed, *batch.quanta_for]):
@@ -186,18 +176,22 @@ class Scheduler:
                 self.turns.retry(sequence)
         return events
 
-    def drop_batch(self, batch: Batch) -> None:
-        """Unpins the pages of a step that will not be read; `restart` recomputes its tokens."""
-        self._unpin(batch)
-
-    def _unpin(self, batch: Batch) -> None:
+    def unpin(self, batch: Batch) -> None:
+        """The pages of a step that was read, or will not be; `restart` recomputes its tokens."""
         self.kv_cache.unpin(batch.written_pages, batch.state_slots)
         for work in self.works:
             work.unpin(batch)
 
-    def cancel(self, sequence: Sequence) -> None:
-        """Ends a waiting or running sequence without an event."""
-        self._end(sequence)
+    def end(self, sequence: Sequence) -> None:
+        """A waiting or running one, without an event."""
+        if sequence.status is SequenceStatus.RUNNING:
+            self._leave_row(sequence)
+        else:
+            self.turns.leave(sequence)
+        sequence.status = SequenceStatus.FINISHED
+        for work in self.works:
+            work.remove(sequence)
+        self.turns.under_share.close(sequence.tenant)
 
     def restart(self) -> None:
         """The device lost its pages."""
@@ -350,16 +344,6 @@ class Scheduler:
         self.num_scheduled_tokens += batch.num_tokens
         self.num_steps += 1
         return batch
-
-    def _end(self, sequence: Sequence) -> None:
-        if sequence.status is SequenceStatus.RUNNING:
-            self._leave_row(sequence)
-        else:
-            self.turns.leave(sequence)
-        sequence.status = SequenceStatus.FINISHED
-        for work in self.works:
-            work.remove(sequence)
-        self.turns.under_share.close(sequence.tenant)
 
     def _preempt(self, sequence: Sequence) -> None:
         self.num_preemptions += 1
