@@ -390,13 +390,13 @@ def no_context_edits(name: str, value: object) -> object:
     raise not_built(name, "editing the context", _NO_EDITS[1:])
 
 
-def _message_schema() -> Schema:
+def _tools_schema() -> Schema:
     own = tool_schema(MESSAGE_TOOL, ("name", "input_schema"))
     kinds: Schema = {"type": "string", "pattern": _HOSTED_BY_ANTHROPIC.pattern}
     return {"anyOf": [own, object_schema({"type": kinds})]}
 
 
-@field_type(lambda: array_schema(_message_schema()))
+@field_type(lambda: array_schema(_tools_schema()))
 def message_tools(name: str, value: object) -> tuple[Tool, ...]:
     """Those of the client, without those that only Anthropic's servers run."""
     items: object = value
