@@ -13,6 +13,7 @@ from cadenza.text import Tokenizer
 from cadenza.text.answers.answer_grammar import (
     MAX_CALLS,
     AnswerFrame,
+    Arguments,
     MarkedFrame,
     calls_grammar,
     either_grammar,
@@ -150,8 +151,8 @@ class AnswerPlanner:
         self._tools = _tool_format(parsers.tool_calls, template, reads_tools=reads_tools)
         own = TOOL_FORMATS[format_shown_by(template)]
         further = own.forms if own is DEEPSEEK_V3 else ()
+        # What is read where the generic form is asked for: the model may write its own.
         self._generic = replace(GENERIC, forms=(*GENERIC.forms, *further))
-        """What is read where the generic form is asked for: the model may write its own."""
 
     @property
     def tool_format(self) -> ToolFormat:
@@ -179,35 +180,35 @@ class AnswerPlanner:
         check: GrammarCheck,
     ) -> AnswerPlan:
         """`check` is the request's. Raises InvalidRequestError."""
-        use, max_thinking = asked.use, asked.max_thinking
-        frame = self._frame(prompt)
-        grammar = None if form is None else form.grammar
-        tools = None if use is None else self._written_in(use, has_form=grammar is not None)
-        marks = self._marks(tools, frame)
-        inputs = {} if use is None or tools is None else _inputs(use, tools, check)
-        if use is not None and tools is not None and (grammar is not None or use.is_constrained):
-            calls = _calls_of(use, tools, inputs, check)
-            with_calls = partial(_with_calls, frame, grammar, use, calls)
+        use, frame = asked.use, self._frame(prompt)
+        grammar, rule = None if form is None else form.grammar, None
+        calls = None if use is None else self._calls(use, check, has_form=grammar is not None)
+        marks = self._marks(None if calls is None else calls.format, frame)
+        if use is None or calls is None:
+            grammar = None if grammar is None else frame.told(grammar, marks)
+        elif grammar is not None or use.is_constrained:
+            arguments = {tool.name: _arguments(tool, calls.inputs, check) for tool in calls.tools}
+            is_free = use.choice != "required" and grammar is None
+            write = partial(_written, use, calls, arguments, is_free=is_free)
+            told = None if use.choice == "required" else grammar
             # The check has no tokens: the marks are texts there.
-            _refuse_unfit(frame.behind_reasoning(with_calls({}), {}), check)
-            grammar = with_calls(marks)
-        elif grammar is not None:
-            grammar = frame.told(grammar, marks)
+            trial = frame.behind_reasoning(_answered(frame, told, write, {}), {})
+            _refuse_unfit(trial, check)
+            grammar = _answered(frame, told, write, marks)
+        else:
+            rule = _call_rule(replace(calls, tools=use.tools), marks, check)
         if grammar is not None:
             grammar = frame.behind_reasoning(grammar, marks)
-        bound = None if max_thinking is None else self._thinking_bound(frame, max_thinking)
-        if max_thinking is None and not asked.thinks:
-            bound = self._bound_by_marks(frame, 0)
-        rule = None
-        if use is not None and tools is not None and grammar is None:
-            own = CallGrammar(
-                tools=use.tools, format=tools, compile=_lenient_grammar, inputs=inputs
-            )
-            rule = _call_rule(own, marks, check)
         if rule is not None:
             rule = frame.placed(rule)
+        bound = None
+        if asked.max_thinking is not None:
+            bound = self._thinking_bound(frame, asked.max_thinking)
+        elif not asked.thinks:
+            bound = self._bound_by_marks(frame, 0)
         is_constrained = grammar is not None or bound is not None or rule is not None
         spec = ConstraintSpec(grammar=grammar, thinking=bound, calls=rule)
+        tools = None if calls is None else calls.format
         plan = PartPlan(
             tools=self._generic if tools is GENERIC else tools,
             functions={} if use is None else use.schemas,
@@ -222,6 +223,11 @@ class AnswerPlanner:
         if self._tools is HARMONY:
             return HarmonyFrame.of(self._reasoning, prompt)
         return MarkedFrame.of(self._reasoning, prompt)
+
+    def _calls(self, use: ToolUse, check: GrammarCheck, *, has_form: bool) -> CallGrammar:
+        format, tools = self._written_in(use, has_form=has_form), use.callable_tools
+        inputs = _inputs(tools, format, check)
+        return CallGrammar(tools=tools, format=format, compile=_lenient_grammar, inputs=inputs)
 
     def _written_in(self, use: ToolUse, *, has_form: bool) -> ToolFormat:
         own = self._tools
@@ -275,13 +281,13 @@ class AnswerPlanner:
         return {text: added[text] for text in texts if text in added}
 
 
-def _inputs(use: ToolUse, tools: ToolFormat, check: GrammarCheck) -> dict[str, str]:
+def _inputs(tools: Sequence[Tool], format: ToolFormat, check: GrammarCheck) -> dict[str, str]:
     found: dict[str, str] = {}
-    for tool in use.callable_tools:
+    for tool in tools:
         if tool.input is None:
             continue
         try:
-            found[tool.name] = tool.input.written(check, Escapes(also=tools.escaped))
+            found[tool.name] = tool.input.written(check, Escapes(also=format.escaped))
             problem = check(found[tool.name])
         except InvalidRequestError as error:
             problem = str(error)
@@ -356,38 +362,25 @@ def _refuse_unfit(grammar: str, check: GrammarCheck) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Calls:
-    required: Callable[[Marks], str]
-    free: Callable[[Marks], str]
-
-
-def _calls_of(
-    use: ToolUse, tools: ToolFormat, inputs: Mapping[str, str], check: GrammarCheck
-) -> _Calls:
-    arguments = {tool.name: _arguments(tool, inputs, check) for tool in use.callable_tools}
-    if tools is HARMONY:
-        free = partial(text_or_message_calls, arguments)
-        return _Calls(required=partial(message_calls, arguments), free=free)
-    most = MAX_CALLS if use.is_parallel else 1
-    required = partial(calls_grammar, arguments, tools, max_calls=most)
-    if not tools.is_json:
-        own = CallGrammar(
-            tools=use.callable_tools, format=tools, compile=_lenient_grammar, inputs=inputs
-        )
-        required = partial(required_calls, own, max_calls=most)
-    return _Calls(required=required, free=partial(text_or_calls_grammar, arguments, tools))
-
-
-def _with_calls(
-    frame: AnswerFrame, form: str | None, use: ToolUse, calls: _Calls, marks: Marks
+def _written(
+    use: ToolUse, calls: CallGrammar, arguments: Arguments, marks: Marks, *, is_free: bool
 ) -> str:
-    if use.choice != "required" and form is None:
-        return frame.called(calls.free(marks), marks)
-    required = frame.called(calls.required(marks), marks)
-    if use.choice == "required" or form is None:
-        return required
-    return either_grammar(frame.told(form, marks), required)
+    """The grammar of calls; `is_free`: of text in which there may be some."""
+    format, most = calls.format, MAX_CALLS if use.is_parallel else 1
+    if format is HARMONY:
+        return (text_or_message_calls if is_free else message_calls)(arguments, marks)
+    if is_free:
+        return text_or_calls_grammar(arguments, format, marks)
+    if format.is_json:
+        return calls_grammar(arguments, format, marks, max_calls=most)
+    return required_calls(calls, marks, max_calls=most)
+
+
+def _answered(
+    frame: AnswerFrame, form: str | None, write: Callable[[Marks], str], marks: Marks
+) -> str:
+    called = frame.called(write(marks), marks)
+    return called if form is None else either_grammar(frame.told(form, marks), called)
 
 
 def _described(tool: Tool) -> dict[str, Any]:
