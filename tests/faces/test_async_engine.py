@@ -43,7 +43,7 @@ def open_held_engine(text: TextFrontend) -> AsyncEngine:
     return AsyncEngine(HeldEngine(fake_front()), text)
 
 
-def test_concurrent_callers_get_what_llm_gives(tiny_folder: Path, llm: LLM) -> None:
+def test_concurrent_callers_get_what_llm_gives(tiny_folder: Path, llm: LLM):
     async def play() -> list[list[RequestOutput]]:
         async with open_real_engine(tiny_folder) as engine:
             calls = (collect(engine, prompt) for prompt in PROMPTS)
@@ -57,7 +57,7 @@ def test_concurrent_callers_get_what_llm_gives(tiny_folder: Path, llm: LLM) -> N
         assert not any(output.finished for output in stream[:-1])
 
 
-def test_a_request_object_is_served_as_it_is(tiny_text: TextFrontend) -> None:
+def test_a_request_object_is_served_as_it_is(tiny_text: TextFrontend):
     async def play() -> RequestOutput:
         async with open_engine(tiny_text) as engine:
             outputs = engine.generate(Request(prompt_token_ids=(1, 2, 3), params=PARAMS))
@@ -66,7 +66,7 @@ def test_a_request_object_is_served_as_it_is(tiny_text: TextFrontend) -> None:
     assert len(asyncio.run(play()).outputs[0].token_ids) == 10
 
 
-def test_leaving_early_cancels_the_request_and_the_next_one_works(tiny_text: TextFrontend) -> None:
+def test_leaving_early_cancels_the_request_and_the_next_one_works(tiny_text: TextFrontend):
     async def play() -> list[RequestOutput]:
         async with open_engine(tiny_text) as engine:
             stream = engine.generate([1], SamplingParams(max_tokens=200, ignore_eos=True))
@@ -77,7 +77,7 @@ def test_leaving_early_cancels_the_request_and_the_next_one_works(tiny_text: Tex
     assert asyncio.run(play())[-1].finished
 
 
-def test_a_request_that_is_not_started_in_time_ends_with_an_error(tiny_text: TextFrontend) -> None:
+def test_a_request_that_is_not_started_in_time_ends_with_an_error(tiny_text: TextFrontend):
     async def play() -> list[RequestOutput]:
         engine = AsyncEngine(fake_front(1, RequestTimeouts(queue_s=0.001)), tiny_text)
         async with engine:
@@ -94,12 +94,12 @@ def test_a_request_that_is_not_started_in_time_ends_with_an_error(tiny_text: Tex
 
 
 @pytest.mark.parametrize("name", ["queue_timeout", "request_timeout"])
-def test_a_timeout_that_cannot_work_is_refused_before_a_model_is_loaded(name: str) -> None:
+def test_a_timeout_that_cannot_work_is_refused_before_a_model_is_loaded(name: str):
     with pytest.raises(ConfigError, match=name.replace("_", "-")):
         AsyncEngine.from_model("/nowhere", **{name: 0.0})
 
 
-def test_samples_and_stop_strings_are_what_llm_gives(worded_folder: Path, worded: LLM) -> None:
+def test_samples_and_stop_strings_are_what_llm_gives(worded_folder: Path, worded: LLM):
     asked: list[dict[str, object]] = [
         {"temperature": 1.5, "seed": seed, "n": 2, "stop": ["e", "o"], "ignore_eos": True}
         for seed in range(4)
@@ -126,7 +126,7 @@ def test_samples_and_stop_strings_are_what_llm_gives(worded_folder: Path, worded
             assert parts[-1].stop_reason == whole.stop_reason
 
 
-def test_stopping_ends_open_streams_with_one_error_each(tiny_text: TextFrontend) -> None:
+def test_stopping_ends_open_streams_with_one_error_each(tiny_text: TextFrontend):
     async def play() -> RequestOutput:
         engine = open_held_engine(tiny_text)
         engine.start()
@@ -140,7 +140,7 @@ def test_stopping_ends_open_streams_with_one_error_each(tiny_text: TextFrontend)
     assert output.error is not None
 
 
-def test_a_stopped_engine_refuses_requests(tiny_text: TextFrontend) -> None:
+def test_a_stopped_engine_refuses_requests(tiny_text: TextFrontend):
     async def play() -> None:
         engine = open_engine(tiny_text)
         engine.start()
@@ -151,7 +151,7 @@ def test_a_stopped_engine_refuses_requests(tiny_text: TextFrontend) -> None:
         asyncio.run(play())
 
 
-def test_an_invalid_request_is_refused_and_harms_nobody(tiny_text: TextFrontend) -> None:
+def test_an_invalid_request_is_refused_and_harms_nobody(tiny_text: TextFrontend):
     async def play() -> RequestOutput:
         async with open_engine(tiny_text) as engine:
             with pytest.raises(InvalidRequestError):
@@ -161,12 +161,12 @@ def test_an_invalid_request_is_refused_and_harms_nobody(tiny_text: TextFrontend)
     assert asyncio.run(play()).finished
 
 
-def test_an_unknown_option_is_refused_with_the_known_ones(tiny_folder: Path) -> None:
+def test_an_unknown_option_is_refused_with_the_known_ones(tiny_folder: Path):
     with pytest.raises(ConfigError, match=r"max_sequences.*max_num_seqs"):
         AsyncEngine.from_model(tiny_folder, max_sequences=3)  # type: ignore[call-arg]
 
 
-def test_an_aborted_stream_ends_with_an_output_that_says_so(tiny_text: TextFrontend) -> None:
+def test_an_aborted_stream_ends_with_an_output_that_says_so(tiny_text: TextFrontend):
     async def play() -> list[RequestOutput]:
         async with open_held_engine(tiny_text) as engine:
             params = SamplingParams(max_tokens=200, ignore_eos=True)
@@ -182,7 +182,7 @@ def test_an_aborted_stream_ends_with_an_output_that_says_so(tiny_text: TextFront
     assert others[-1].outputs[0].finish_reason == "length"
 
 
-def test_a_request_starts_the_engine(tiny_text: TextFrontend) -> None:
+def test_a_request_starts_the_engine(tiny_text: TextFrontend):
     async def play() -> list[RequestOutput]:
         engine = open_engine(tiny_text)
         try:
@@ -193,9 +193,7 @@ def test_a_request_starts_the_engine(tiny_text: TextFrontend) -> None:
     assert asyncio.run(play())[-1].outputs[0].finish_reason == "length"
 
 
-def test_an_engine_goes_on_in_the_next_event_loop_when_the_first_is_closed(
-    tiny_text: TextFrontend,
-) -> None:
+def test_an_engine_goes_on_in_the_next_event_loop_when_the_first_is_closed(tiny_text: TextFrontend):
     engine = open_engine(tiny_text)
     left_open: list[object] = []
 
@@ -212,7 +210,7 @@ def test_an_engine_goes_on_in_the_next_event_loop_when_the_first_is_closed(
     asyncio.run(engine.stop())
 
 
-def test_a_second_event_loop_is_refused_while_the_first_is_open(tiny_text: TextFrontend) -> None:
+def test_a_second_event_loop_is_refused_while_the_first_is_open(tiny_text: TextFrontend):
     engine = open_engine(tiny_text)
     with asyncio.Runner() as first, asyncio.Runner() as second:
         assert first.run(collect(engine, [2]))[-1].finished
@@ -221,14 +219,14 @@ def test_a_second_event_loop_is_refused_while_the_first_is_open(tiny_text: TextF
         first.run(engine.stop())
 
 
-def test_an_engine_that_was_never_started_can_be_stopped(tiny_text: TextFrontend) -> None:
+def test_an_engine_that_was_never_started_can_be_stopped(tiny_text: TextFrontend):
     engine = open_engine(tiny_text)
     asyncio.run(engine.stop())
     with pytest.raises(EngineClosedError):
         asyncio.run(collect(engine, [1]))
 
 
-def test_a_conversation_is_answered_as_llm_answers_it(worded_folder: Path, worded: LLM) -> None:
+def test_a_conversation_is_answered_as_llm_answers_it(worded_folder: Path, worded: LLM):
     messages = [{"role": "user", "content": "the dog"}]
 
     async def play() -> RequestOutput:
@@ -274,7 +272,7 @@ print(process.exitcode, len([*stream][-1].outputs[0].token_ids))
 """
 
 
-def test_a_forked_child_gets_an_error_and_its_parent_goes_on(tiny_folder: Path) -> None:
+def test_a_forked_child_gets_an_error_and_its_parent_goes_on(tiny_folder: Path):
     ran = subprocess.run(
         [sys.executable, "-c", IN_A_FORK, str(tiny_folder)],
         capture_output=True,

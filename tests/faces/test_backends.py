@@ -35,7 +35,7 @@ COMMAND = (sys.executable, str(Path(__file__).with_name("stub_child.py")))
 LOAD_S = 120.0
 
 
-def test_auto_is_the_first_backend_and_a_name_is_itself() -> None:
+def test_auto_is_the_first_backend_and_a_name_is_itself():
     elsewhere = Machine(is_apple_silicon=False, has_mlx=True)
     assert resolve_backend("auto", BACKENDS, elsewhere) == next(iter(BACKENDS)) == "xla"
     assert resolve_backend("auto", STUBS) == "stub"
@@ -44,13 +44,13 @@ def test_auto_is_the_first_backend_and_a_name_is_itself() -> None:
 
 
 @pytest.mark.parametrize("name", ["", "AUTO", "fake", "stub", "cadenza.backends.fake:FakeRunner"])
-def test_an_unknown_backend_is_refused_and_the_known_ones_are_named(name: str) -> None:
+def test_an_unknown_backend_is_refused_and_the_known_ones_are_named(name: str):
     with pytest.raises(ConfigError) as refusal:
         find_backend(name)
     assert str(refusal.value) == f"--backend {name!r} is not one of auto, xla, mlx, iree"
 
 
-def test_auto_is_mlx_on_apple_silicon_where_it_is_installed() -> None:
+def test_auto_is_mlx_on_apple_silicon_where_it_is_installed():
     apple = Machine(is_apple_silicon=True, has_mlx=True)
     assert resolve_backend("auto", BACKENDS, apple) == "mlx"
     assert resolve_backend("auto", BACKENDS, replace(apple, has_mlx=False)) == "xla"
@@ -58,20 +58,20 @@ def test_auto_is_mlx_on_apple_silicon_where_it_is_installed() -> None:
     assert resolve_backend("auto", STUBS, apple) == "stub"
 
 
-def test_mlx_that_is_not_installed_is_refused_with_the_command_that_installs_it() -> None:
+def test_mlx_that_is_not_installed_is_refused_with_the_command_that_installs_it():
     backend = MlxBackend(find=lambda name: None if name == "mlx_lm" else name)
     with pytest.raises(ConfigError, match=r"mlx needs mlx_lm, .* pip install .*mlx.* mlx-lm,"):
         backend.describe("auto", "auto", open_checkpoint(None))
 
 
 @pytest.mark.parametrize("value", [None, 1, True, ["auto"], "\ud800"], ids=repr)
-def test_what_is_no_name_is_no_option(value: Any) -> None:
+def test_what_is_no_name_is_no_option(value: Any):
     with pytest.raises(ConfigError, match=r"--backend .* must be auto, or a backend's name"):
         EngineConfig(backend=value)
 
 
 @pytest.mark.parametrize("name", BACKEND_PARAMS[1:])
-def test_every_backend_describes_itself_by_its_name(name: str) -> None:
+def test_every_backend_describes_itself_by_its_name(name: str):
     backend: Backend = find_backend(name)
     traits = backend.describe("auto", "auto", open_checkpoint(None))
     assert traits.name.startswith(f"{name}:")
@@ -91,7 +91,7 @@ def modules_loaded_by(script: str) -> frozenset[str]:
     return frozenset(run.stdout.split())
 
 
-def test_a_backend_that_was_not_chosen_is_not_imported(tiny_folder: Path) -> None:
+def test_a_backend_that_was_not_chosen_is_not_imported(tiny_folder: Path):
     chosen = modules_loaded_by(
         "from cadenza import EngineConfig\n"
         "from cadenza.backends import BACKENDS\n"
@@ -105,7 +105,7 @@ def test_a_backend_that_was_not_chosen_is_not_imported(tiny_folder: Path) -> Non
     assert "numpy" not in modules_loaded_by("import cadenza.backends")
 
 
-def test_a_second_backend_is_described_before_anything_is_loaded(tiny_folder: Path) -> None:
+def test_a_second_backend_is_described_before_anything_is_loaded(tiny_folder: Path):
     checkpoint = open_checkpoint(tiny_folder)
     plan = plan_model(checkpoint, STUB, STUBS)
     assert plan.dtype == "float32"
@@ -116,7 +116,7 @@ def test_a_second_backend_is_described_before_anything_is_loaded(tiny_folder: Pa
         plan_model(checkpoint, EngineConfig(backend="stub", device="cuda"), STUBS)
 
 
-def test_a_second_backend_is_loaded_and_computes(tiny_folder: Path) -> None:
+def test_a_second_backend_is_loaded_and_computes(tiny_folder: Path):
     phases: list[str] = []
     loaded = load_model(tiny_folder, STUB, phases.append, backends=STUBS)
     with closing(loaded):
@@ -145,7 +145,7 @@ def served_by_an_engine_process(folder: Path) -> Iterator[RunningServer]:
 
 
 @pytest.mark.parametrize("served", [served_in_this_process, served_by_an_engine_process])
-def test_a_second_backend_is_served_over_http(worded_folder: Path, served: Any) -> None:
+def test_a_second_backend_is_served_over_http(worded_folder: Path, served: Any):
     with served(worded_folder) as server:
         answer = server.post(
             "/v1/completions",
@@ -172,13 +172,13 @@ def ignore(_: str) -> None:
     """No progress wanted."""
 
 
-def test_a_second_backend_is_verified() -> None:
+def test_a_second_backend_is_verified():
     result, plan = verify(VERIFIED, ignore)
     assert result.passed, result.last_line
     assert plan.traits.name == "stub:cpu"
 
 
-def test_what_a_backend_does_not_have_is_refused_by_name(tiny_folder: Path) -> None:
+def test_what_a_backend_does_not_have_is_refused_by_name(tiny_folder: Path):
     with pytest.raises(ConfigError, match=r"stub backend has no independent .* --reference solo"):
         build_reference(open_checkpoint(tiny_folder), STUB, max_model_len=64, backends=STUBS)
     with pytest.raises(ConfigError, match=r"stub backend has no known faults .* --self-test"):

@@ -246,16 +246,16 @@ CHECKS: dict[str, Callable[[LLM], None]] = {
 }
 
 
-def test_the_table_has_every_field() -> None:
+def test_the_table_has_every_field():
     assert set(CHECKS) == {field.name for field in fields(SamplingParams)}
 
 
 @pytest.mark.parametrize("name", sorted(CHECKS))
-def test_an_option_does_what_it_says(worded: LLM, name: str) -> None:
+def test_an_option_does_what_it_says(worded: LLM, name: str):
     CHECKS[name](worded)
 
 
-def test_an_option_that_does_not_exist_is_refused(worded: LLM) -> None:
+def test_an_option_that_does_not_exist_is_refused(worded: LLM):
     with pytest.raises(InvalidRequestError, match="top_q"):
         worded.generate([PROMPT], {"top_q": 1})
     with pytest.raises(TypeError, match="top_q"):

@@ -15,12 +15,18 @@ from cadenza.checkpoint.folder import Checkpoint
 from cadenza.checkpoint.generation_defaults import GENERATION_FILE
 from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.fingerprint import Fingerprint
+from cadenza.frontend.answers import AnswerParsers, AskedAnswer, ToolUse
 from cadenza.frontend.prepared_request import ChatPrompt
 from cadenza.frontend.sparse_prompts import SparsePrompts
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.loading.build import open_planned
 from cadenza.request import Request, SamplingParams
 from cadenza.sparse_prefill import SpecPrefillChoice, SpecPrefillConfig, When
+from cadenza.structured import JsonStyle, StructuredOutput
+from cadenza.text.answers.part_parser import REASONING_FORMATS
+from cadenza.text.answers.tool_calls import TOOL_FORMATS
+from cadenza.text.answers.tool_format import Tool
+from cadenza.text.schemas.grammar import name_forms
 from tests.cli.harness import write_model
 from tests.engine.test_sparse_loading import SparseStub, config_of
 
@@ -103,12 +109,12 @@ def answers_of(folder: Path, **options: Any) -> list[Any]:
         return [(each.prompt_token_ids, each.outputs[0].logprobs) for each in found]
 
 
-def test_every_option_is_tried() -> None:
+def test_every_option_is_tried():
     assert {*OTHERS, *ELSEWHERE} == {each.name for each in fields(EngineConfig)}
 
 
 @pytest.mark.native
-def test_an_option_changes_the_fingerprint_or_no_answer(folder: Path) -> None:
+def test_an_option_changes_the_fingerprint_or_no_answer(folder: Path):
     own, pages = fingerprints_of(folder)
     kept: dict[str, Any] = {}
     for name, values in OTHERS.items():
@@ -124,7 +130,7 @@ def test_an_option_changes_the_fingerprint_or_no_answer(folder: Path) -> None:
     assert answers_of(folder, **kept) == answers_of(folder)
 
 
-def test_recommended_numbers_are_in_the_fingerprint_to_the_last_bit(folder: Path) -> None:
+def test_recommended_numbers_are_in_the_fingerprint_to_the_last_bit(folder: Path):
     own, _ = fingerprints_of(folder)
     for name, value in (("temperature", 0.7), ("top_p", 0.9), ("min_p", 0.05)):
         digests = {own.digest}
@@ -172,7 +178,7 @@ def kept_of(request: Request) -> Any:
     return sparse.num_kept_chunks(num_tokens), forced, sparse.when, sparse.cold_from
 
 
-def test_every_setting_of_sparse_prefill_is_tried() -> None:
+def test_every_setting_of_sparse_prefill_is_tried():
     own = {each.name for each in fields(SpecPrefillConfig)}
     assert own == {*OTHER_SPARSE, "model", "quantization"}
 
@@ -195,7 +201,7 @@ WHOLE = Fingerprint(
 @pytest.mark.parametrize("is_asked", [False, True], ids=["server", "request"])
 def test_a_setting_of_sparse_prefill_changes_the_fingerprint_or_no_kept_chunk(
     name: str, is_asked: bool
-) -> None:
+):
     if is_asked and name not in {each.name for each in fields(SpecPrefillChoice)}:
         return
     text = TextFrontend(open_checkpoint(None), max_model_len=4096)
@@ -230,7 +236,7 @@ class OtherArithmetic(NamedArithmetic):
     scorer_class = "two"
 
 
-def test_the_scorers_arithmetic_and_types_are_in_the_fingerprint_of_thinned_answers() -> None:
+def test_the_scorers_arithmetic_and_types_are_in_the_fingerprint_of_thinned_answers():
     found = [
         open_planned(None, config_of(), {"stub": f"{HERE}:{kind}"}).identity().fingerprint
         for kind in ("NamedArithmetic", "NamedArithmetic", "OtherArithmetic")
@@ -240,3 +246,89 @@ def test_the_scorers_arithmetic_and_types_are_in_the_fingerprint_of_thinned_answ
     assert found[0].digest == found[2].digest, "of whole prompts the scorer decides nothing"
     assert found[0].thinned("x").digest == found[1].thinned("x").digest
     assert found[0].thinned("x").digest != found[2].thinned("x").digest
+
+
+BLANK = Fingerprint(
+    checkpoint="",
+    arithmetic="",
+    activations="",
+    weights="",
+    kv="",
+    max_model_len=1,
+    tokenizer="",
+    template="",
+    defaults="",
+)
+ASKED = [
+    {"role": "system", "content": "Date: 2026-01-02\nBe brief."},
+    {"role": "user", "content": "x"},
+]
+FREE_TEXT = StructuredOutput(json={"type": "string"})
+CALLED = ToolUse(tools=(Tool(name="f"),), choice="required")
+OTHER_ANSWERS: dict[str, tuple[Any, ...]] = {
+    "reasoning": ("none", *REASONING_FORMATS),
+    "tool_calls": (*TOOL_FORMATS,),
+    "max_string": (10, None, 4096),
+    "strict_tools": (True,),
+    "strict_messages": (True,),
+    "stable_prompts": (True,),
+}
+"""Of each option, the values beside its default."""
+
+
+def answers(parsers: AnswerParsers) -> tuple[Request, ...]:
+    """What decides the tokens of some answers: their prompts and their constraints."""
+    text = TextFrontend(open_checkpoint(None), parsers=parsers)
+    asked = (
+        (SamplingParams(), AskedAnswer(use=CALLED)),
+        (SamplingParams(structured=FREE_TEXT), AskedAnswer()),
+        (SamplingParams(structured=FREE_TEXT), AskedAnswer(use=replace(CALLED, choice="auto"))),
+        (SamplingParams(), AskedAnswer(use=replace(CALLED, choice="auto"))),
+    )
+    return tuple(
+        text.prepare(ChatPrompt(messages=ASKED, asked=how), params).request for params, how in asked
+    )
+
+
+def forms_of(parsers: AnswerParsers) -> str:
+    text = TextFrontend(open_checkpoint(None), parsers=parsers)
+    return text.with_forms(BLANK).digest
+
+
+def test_every_option_of_answers_is_tried():
+    assert OTHER_ANSWERS.keys() == {each.name for each in fields(AnswerParsers)}
+
+
+@pytest.mark.parametrize("name", OTHER_ANSWERS)
+def test_an_option_of_answers_changes_their_fingerprint_or_none(name: str):
+    usual = AnswerParsers()
+    before, digest = answers(usual), forms_of(usual)
+    num_changed = 0
+    for value in OTHER_ANSWERS[name]:
+        parsers = replace(usual, **{name: value})
+        is_changed = answers(parsers) != before
+        assert not is_changed or forms_of(parsers) != digest, value
+        num_changed += is_changed
+    assert num_changed or name.startswith("strict_"), (
+        "the control: an option that decides something"
+    )
+
+
+def test_the_librarys_version_and_the_limits_are_in_the_fingerprint():
+    style, parsers = JsonStyle(max_string=4096, max_items=512, max_depth=16), ("json",)
+    name = name_forms(style, parsers)
+    assert "llguidance-" in name
+    for bound in ("max_string", "max_items", "max_depth"):
+        assert name_forms(replace(style, **{bound: 1}), parsers) != name
+    assert name_forms(style, ("mistral",)) != name
+
+
+def test_a_parser_that_is_named_as_the_template_shows_it_changes_nothing():
+    usual = AnswerParsers()
+    shown = [
+        name
+        for name in TOOL_FORMATS
+        if forms_of(replace(usual, tool_calls=name)) == forms_of(usual)
+    ]
+    assert len(shown) == 1
+    assert answers(replace(usual, tool_calls=shown[0])) == answers(usual)

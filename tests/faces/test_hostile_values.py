@@ -134,7 +134,7 @@ def check_submitted(request: Request) -> None:
         assert isinstance(hash(request), int)
 
 
-def test_any_sampling_option_is_refused_or_reaches_the_engine_process() -> None:
+def test_any_sampling_option_is_refused_or_reaches_the_engine_process():
     for name, value in each_hostile(*names_of(SamplingParams)):
         params = outcome(
             lambda given, name=name: SamplingParams(**{"max_tokens": None, name: given}), value
@@ -143,7 +143,7 @@ def test_any_sampling_option_is_refused_or_reaches_the_engine_process() -> None:
             check_submitted(Request(prompt_token_ids=(1,), params=params))
 
 
-def test_any_field_of_a_request_is_refused_or_reaches_the_engine_process() -> None:
+def test_any_field_of_a_request_is_refused_or_reaches_the_engine_process():
     for name, value in each_hostile(*names_of(Request)):
         request = outcome(
             lambda given, name=name: Request(**{"prompt_token_ids": (1,), name: given}), value
@@ -152,7 +152,7 @@ def test_any_field_of_a_request_is_refused_or_reaches_the_engine_process() -> No
             check_submitted(request)
 
 
-def test_any_option_of_the_engine_is_refused_or_planned(bundled: Checkpoint) -> None:
+def test_any_option_of_the_engine_is_refused_or_planned(bundled: Checkpoint):
     for name, value in each_hostile(*names_of(EngineConfig)):
         config = outcome(lambda given, name=name: config_from_options({name: given}), value)
         if config is not None:
@@ -167,7 +167,7 @@ MODELS: dict[str, Call] = {
 }
 
 
-def test_any_model_is_refused() -> None:
+def test_any_model_is_refused():
     for face, value in each_hostile(*MODELS):
         assert outcome(MODELS[face], value) is None
 
@@ -194,7 +194,7 @@ OF_LLM: dict[str, Callable[[LLM], Call]] = {
 }
 
 
-def test_anything_given_to_an_llm_is_refused_or_served(worded: LLM) -> None:
+def test_anything_given_to_an_llm_is_refused_or_served(worded: LLM):
     for place, value in each_hostile(*OF_LLM):
         outcome(OF_LLM[place](worded), value)
         assert worded.core.is_idle
@@ -254,7 +254,7 @@ OF_ASYNC: dict[str, Callable[[AsyncEngine], Call]] = {
 
 def test_anything_given_to_an_async_engine_is_refused_or_submitted(
     served: Callable[[Callable[[AsyncEngine], Call], Any], object],
-) -> None:
+):
     for place, value in each_hostile(*OF_ASYNC):
         served(OF_ASYNC[place], value)
 
@@ -268,12 +268,12 @@ OF_REFERENCE: dict[str, Callable[[ReferenceEngine], Call]] = {
 }
 
 
-def test_anything_given_to_the_reference_is_refused_or_served(reference: ReferenceEngine) -> None:
+def test_anything_given_to_the_reference_is_refused_or_served(reference: ReferenceEngine):
     for place, value in each_hostile(*OF_REFERENCE):
         outcome(OF_REFERENCE[place](reference), value)
 
 
-def test_the_reference_refuses_what_the_engine_refuses(reference: ReferenceEngine) -> None:
+def test_the_reference_refuses_what_the_engine_refuses(reference: ReferenceEngine):
     for ids, max_tokens in (((331,), 1), ((), 1), ((1,) * 256, 1), ((1,), 256)):
         with pytest.raises(InvalidRequestError):
             reference.run(
@@ -286,7 +286,7 @@ def test_the_reference_refuses_what_the_engine_refuses(reference: ReferenceEngin
 
 
 @pytest.mark.parametrize("kind", [np.int64, np.int8, np.uint16])
-def test_numpys_whole_numbers_are_pythons(llm: LLM, kind: Any) -> None:
+def test_numpys_whole_numbers_are_pythons(llm: LLM, kind: Any):
     params = {"temperature": np.float32(0.0), "ignore_eos": True, "max_tokens": kind(4)}
     plain = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 4}
     expected = [output.outputs for output in llm.generate([[1, 2], [3, 4]], plain)]
@@ -302,7 +302,7 @@ def test_numpys_whole_numbers_are_pythons(llm: LLM, kind: Any) -> None:
     assert EngineConfig(max_num_seqs=kind(3)) == EngineConfig(max_num_seqs=3)
 
 
-def test_numpys_whole_numbers_are_kept_as_pythons() -> None:
+def test_numpys_whole_numbers_are_kept_as_pythons():
     for name, number in WHOLE.items():
         kept = getattr(SamplingParams(**{name: np.int64(number)}), name)  # type: ignore[arg-type]
         assert (kept, type(kept)) == (number, int)
@@ -311,25 +311,23 @@ def test_numpys_whole_numbers_are_kept_as_pythons() -> None:
 MIXED: tuple[Any, ...] = ([7, [1, 2]], [[1, 2], 7, [3]], [7, "a"], ["a", 7], [np.int64(7), [1]])
 
 
-def test_prompts_mixed_with_token_ids_are_refused_and_nothing_is_left_out(worded: LLM) -> None:
+def test_prompts_mixed_with_token_ids_are_refused_and_nothing_is_left_out(worded: LLM):
     for prompts in MIXED:
         with pytest.raises(InvalidRequestError, match=r"mix token ids with .* a list of its own"):
             worded.generate(prompts, SHORT)
 
 
-def test_messages_mixed_with_conversations_are_refused_and_nothing_is_left_out(
-    worded: LLM,
-) -> None:
+def test_messages_mixed_with_conversations_are_refused_and_nothing_is_left_out(worded: LLM):
     for messages in ([MESSAGE, [MESSAGE]], [[MESSAGE], MESSAGE], [MESSAGE, "a"]):
         with pytest.raises(InvalidRequestError, match="mix messages with"):
             worded.chat(messages, SHORT)  # type: ignore[arg-type]
 
 
-def test_prompts_of_an_iterator_are_all_answered(worded: LLM) -> None:
+def test_prompts_of_an_iterator_are_all_answered(worded: LLM):
     assert len(worded.generate((text for text in ("a", "b", "c")), SHORT)) == 3  # type: ignore[arg-type]
 
 
-def test_a_request_keeps_nothing_of_the_callers_lists() -> None:
+def test_a_request_keeps_nothing_of_the_callers_lists():
     ids, words, stops = [1, 2], [[3]], ["a"]
     request = Request(
         prompt_token_ids=ids,  # type: ignore[arg-type]
@@ -343,12 +341,12 @@ def test_a_request_keeps_nothing_of_the_callers_lists() -> None:
     assert request.params.stop == ("a",)
 
 
-def test_an_unknown_option_of_a_streamed_chat_is_an_error(worded: LLM) -> None:
+def test_an_unknown_option_of_a_streamed_chat_is_an_error(worded: LLM):
     with pytest.raises(TypeError, match="tool"):
         worded.stream_chat([MESSAGE], SHORT, tool=[])  # type: ignore[call-arg]
 
 
-def test_a_switch_of_the_engine_is_true_or_false() -> None:
+def test_a_switch_of_the_engine_is_true_or_false():
     for value in ("no", 0, None):
         with pytest.raises(ConfigError, match="--enable-prefix-caching"):
             EngineConfig(enable_prefix_caching=value)  # type: ignore[arg-type]

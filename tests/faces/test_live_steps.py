@@ -55,7 +55,7 @@ def numbers(entries: list) -> list[object]:
     ]
 
 
-def test_an_engine_is_listened_to_only_while_there_is_a_viewer() -> None:
+def test_an_engine_is_listened_to_only_while_there_is_a_viewer():
     ears = Ears()
     assert ears.heard == []
     with ears.live.viewing(), ears.live.viewing():
@@ -67,7 +67,7 @@ def test_an_engine_is_listened_to_only_while_there_is_a_viewer() -> None:
     assert not ears.live.is_attached
 
 
-def test_a_later_engine_is_listened_to_for_those_who_are_there() -> None:
+def test_a_later_engine_is_listened_to_for_those_who_are_there():
     ears, later = Ears(), list[OnNews | None]()
     with ears.live.viewing() as viewer:
         ears.live.detach()
@@ -76,7 +76,7 @@ def test_a_later_engine_is_listened_to_for_those_who_are_there() -> None:
         assert numbers(asyncio.run(viewer.next())) == ["unloaded"]
 
 
-def test_a_second_viewer_gets_the_last_minute_first_and_the_next_watch_nothing_old() -> None:
+def test_a_second_viewer_gets_the_last_minute_first_and_the_next_watch_nothing_old():
     ears = Ears()
     with ears.live.viewing():
         ears.live.take(summary(1))
@@ -92,7 +92,7 @@ def test_a_second_viewer_gets_the_last_minute_first_and_the_next_watch_nothing_o
         assert viewer.history == ()
 
 
-def test_history_is_bounded_in_bytes() -> None:
+def test_history_is_bounded_in_bytes():
     ears = Ears()
     row = SUMMARY.rows[0]
     large = msgspec.structs.replace(SUMMARY, rows=(row,) * 20_000)
@@ -105,7 +105,7 @@ def test_history_is_bounded_in_bytes() -> None:
             assert len(viewer.history) < 20
 
 
-def test_a_slow_reader_skips_the_oldest() -> None:
+def test_a_slow_reader_skips_the_oldest():
     ears = Ears()
     with ears.live.viewing() as slow:
         for count in range(MAX_UNREAD + 5):
@@ -113,7 +113,7 @@ def test_a_slow_reader_skips_the_oldest() -> None:
         assert numbers(asyncio.run(slow.next())) == [*range(5, MAX_UNREAD + 5)]
 
 
-def test_a_viewer_too_many_is_refused_and_takes_the_place_of_one_that_leaves() -> None:
+def test_a_viewer_too_many_is_refused_and_takes_the_place_of_one_that_leaves():
     ears = Ears()
     viewing = [ears.live.viewing() for _ in range(MAX_VIEWERS)]
     for each in viewing:
@@ -125,7 +125,7 @@ def test_a_viewer_too_many_is_refused_and_takes_the_place_of_one_that_leaves() -
         pass
 
 
-def test_a_wait_ends_in_time_or_with_the_viewer() -> None:
+def test_a_wait_ends_in_time_or_with_the_viewer():
     ears = Ears()
 
     async def play() -> None:
@@ -153,7 +153,7 @@ def watched(
     return scripted
 
 
-def test_an_async_engine_is_watched_until_it_ends(tiny_text: TextFrontend) -> None:
+def test_an_async_engine_is_watched_until_it_ends(tiny_text: TextFrontend):
     async def play(scripted: ScriptedEngine, engine: AsyncEngine) -> None:
         steps = engine.watch()
         first = asyncio.ensure_future(anext(steps))
@@ -167,7 +167,7 @@ def test_an_async_engine_is_watched_until_it_ends(tiny_text: TextFrontend) -> No
     watched(tiny_text, play)
 
 
-def test_leaving_the_iterator_ends_the_watch(tiny_text: TextFrontend) -> None:
+def test_leaving_the_iterator_ends_the_watch(tiny_text: TextFrontend):
     async def play(scripted: ScriptedEngine, engine: AsyncEngine) -> None:
         steps = engine.watch()
         first = asyncio.ensure_future(anext(steps))
@@ -181,7 +181,7 @@ def test_leaving_the_iterator_ends_the_watch(tiny_text: TextFrontend) -> None:
     watched(tiny_text, play)
 
 
-def test_a_watch_on_a_loop_that_was_closed_is_over(tiny_text: TextFrontend) -> None:
+def test_a_watch_on_a_loop_that_was_closed_is_over(tiny_text: TextFrontend):
     scripted = ScriptedEngine()
     engine = AsyncEngine(scripted, tiny_text)
     steps = engine.watch()

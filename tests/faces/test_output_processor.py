@@ -87,7 +87,7 @@ def test_a_stop_string_cuts_as_it_would_cut_the_finished_text(
     stops: list[str],
     is_included: bool,
     is_bytewise: bool,
-) -> None:
+):
     token_ids = spell(worded_text, pieces, is_bytewise)
     check_stop(worded_text, token_ids, stops, is_included)
 
@@ -101,7 +101,7 @@ def test_any_of_many_stop_strings_cuts_as_it_would_cut_the_finished_text(
     stops: list[str],
     is_included: bool,
     is_bytewise: bool,
-) -> None:
+):
     token_ids = spell(worded_text, pieces, is_bytewise)
     check_stop(worded_text, token_ids, stops, is_included)
 
@@ -116,9 +116,7 @@ def spell(text: TextFrontend, pieces: list[str], is_bytewise: bool) -> list[int]
     return [token_id for token_id in found if token_id is not None]
 
 
-def test_a_match_ends_the_sample_once_and_what_follows_is_dropped(
-    worded_text: TextFrontend,
-) -> None:
+def test_a_match_ends_the_sample_once_and_what_follows_is_dropped(worded_text: TextFrontend):
     token_ids = ids_of(worded_text, "the dog and the dog")
     stopped, output = play(assembler_of(worded_text, stop=["dog"]), token_ids)
     assert stopped == [0]
@@ -128,7 +126,7 @@ def test_a_match_ends_the_sample_once_and_what_follows_is_dropped(
 
 def test_tokens_past_a_stop_string_are_never_shown_while_it_waits_for_an_earlier_one(
     worded_text: TextFrontend,
-) -> None:
+):
     processor = assembler_of(worded_text, stop=["bc", "abcdef"])
     shown: list[int] = []
     for index, character in enumerate("abcdex"):
@@ -139,7 +137,7 @@ def test_tokens_past_a_stop_string_are_never_shown_while_it_waits_for_an_earlier
     assert processor.output().outputs[0].text == "a"
 
 
-def test_text_that_may_begin_a_stop_string_comes_out_at_the_end(worded_text: TextFrontend) -> None:
+def test_text_that_may_begin_a_stop_string_comes_out_at_the_end(worded_text: TextFrontend):
     processor = assembler_of(worded_text, stop=["dog house"])
     for index, token_id in enumerate(ids_of(worded_text, "the dog")):
         processor.push(token(0, token_id, index))
@@ -149,7 +147,7 @@ def test_text_that_may_begin_a_stop_string_comes_out_at_the_end(worded_text: Tex
     assert (completion.text, completion.finish_reason) == ("the dog", "length")
 
 
-def test_stop_strings_are_not_looked_for_in_the_first_min_tokens(worded_text: TextFrontend) -> None:
+def test_stop_strings_are_not_looked_for_in_the_first_min_tokens(worded_text: TextFrontend):
     token_ids = ids_of(worded_text, "dog dog dog")
     per_word = len(token_ids) // 3
     _, output = play(assembler_of(worded_text, stop=["dog"], min_tokens=per_word), token_ids)
@@ -160,7 +158,7 @@ def test_stop_strings_are_not_looked_for_in_the_first_min_tokens(worded_text: Te
 @given(pieces=PIECES, stops=STOPS, reads=st.lists(st.booleans(), min_size=12, max_size=12))
 def test_deltas_put_together_are_the_whole_output(
     worded_text: TextFrontend, pieces: list[str], stops: list[str], reads: list[bool]
-) -> None:
+):
     processor = assembler_of(worded_text, stop=stops, logprobs=1)
     deltas: list[RequestOutput | None] = []
     token_ids = spell(worded_text, pieces, False)
@@ -186,7 +184,7 @@ def likely(token_id: int, index: int) -> Token:
     return Token(request_id=0, token_id=token_id, index=index, logprobs=found)
 
 
-def test_log_probabilities_past_a_stop_string_do_not_count(worded_text: TextFrontend) -> None:
+def test_log_probabilities_past_a_stop_string_do_not_count(worded_text: TextFrontend):
     token_ids = ids_of(worded_text, "ab dog")
     processor = assembler_of(worded_text, stop=["a"], logprobs=1)
     for index, token_id in enumerate(token_ids):
@@ -198,7 +196,7 @@ def test_log_probabilities_past_a_stop_string_do_not_count(worded_text: TextFron
     assert completion.logprobs[0][token_ids[0]].decoded_token == "a"
 
 
-def test_samples_grow_side_by_side_and_end_each_by_itself(worded_text: TextFrontend) -> None:
+def test_samples_grow_side_by_side_and_end_each_by_itself(worded_text: TextFrontend):
     processor = assembler_of(worded_text, n=3, stop=["dog"])
     router = OutputRouter(lambda request_id, sample: cancelled.append((request_id, sample)))
     cancelled: list[tuple[int, int]] = []
@@ -222,9 +220,7 @@ def test_samples_grow_side_by_side_and_end_each_by_itself(worded_text: TextFront
     assert router.push([token(0, fox)]) == []
 
 
-def test_cached_tokens_are_told_even_when_a_stop_string_ends_the_request(
-    worded_text: TextFrontend,
-) -> None:
+def test_cached_tokens_are_told_even_when_a_stop_string_ends_the_request(worded_text: TextFrontend):
     processor = assembler_of(worded_text, stop=["a"])
     (token_id,) = ids_of(worded_text, "a")
     miss = CacheMiss(shared_tokens=50, reason="differs")
@@ -237,7 +233,7 @@ def test_cached_tokens_are_told_even_when_a_stop_string_ends_the_request(
     assert output.cache_miss == miss
 
 
-def test_a_delta_has_only_samples_with_something_new(worded_text: TextFrontend) -> None:
+def test_a_delta_has_only_samples_with_something_new(worded_text: TextFrontend):
     processor = assembler_of(worded_text, n=2)
     processor.push(token(0, 5, 0, sample=1))
     delta = processor.make_output("delta")
@@ -248,7 +244,7 @@ def test_a_delta_has_only_samples_with_something_new(worded_text: TextFrontend) 
 
 def test_prompt_log_probabilities_come_in_parts_and_the_first_token_has_none(
     worded_text: TextFrontend,
-) -> None:
+):
     prompt = ids_of(worded_text, "the quick dog")
     processor = assembler_of(worded_text, prompt, prompt_logprobs=1)
     entries = [
@@ -266,7 +262,7 @@ def test_prompt_log_probabilities_come_in_parts_and_the_first_token_has_none(
         assert each[prompt[at]].logprob == -float(at)
 
 
-def test_special_tokens_are_skipped_or_shown(worded_text: TextFrontend) -> None:
+def test_special_tokens_are_skipped_or_shown(worded_text: TextFrontend):
     assert worded_text.tokenizer is not None
     user = worded_text.tokenizer.id_of("<|user|>")
     assert user is not None
@@ -276,7 +272,7 @@ def test_special_tokens_are_skipped_or_shown(worded_text: TextFrontend) -> None:
     assert output.outputs[0].text == "dog<|user|>dog"
 
 
-def test_a_prompt_is_cut_to_its_last_tokens(worded_text: TextFrontend) -> None:
+def test_a_prompt_is_cut_to_its_last_tokens(worded_text: TextFrontend):
     params = SamplingParams(truncate_prompt_tokens=3)
     prepared = worded_text.prepare([1, 2, 3, 4, 5], params)
     assert prepared.request.prompt_token_ids == (3, 4, 5)
@@ -284,7 +280,7 @@ def test_a_prompt_is_cut_to_its_last_tokens(worded_text: TextFrontend) -> None:
     assert worded_text.prepare([1, 2], params).request.prompt_token_ids == (1, 2)
 
 
-def test_bad_words_are_spelt_at_the_start_and_within_a_text(worded_text: TextFrontend) -> None:
+def test_bad_words_are_spelt_at_the_start_and_within_a_text(worded_text: TextFrontend):
     prepared = worded_text.prepare([1], SamplingParams(bad_words=["dog", " dog"]))
     expected = {worded_text.encode("dog"), worded_text.encode(" dog")}
     assert set(prepared.request.bad_word_token_ids) == expected
@@ -293,7 +289,7 @@ def test_bad_words_are_spelt_at_the_start_and_within_a_text(worded_text: TextFro
 @pytest.mark.parametrize("options", [{"stop": ["a"]}, {"bad_words": ["a"]}])
 def test_text_options_without_a_tokenizer_are_refused_by_name(
     tiny_text: TextFrontend, options: dict[str, list[str]]
-) -> None:
+):
     params = SamplingParams(**options)  # type: ignore[arg-type]
     with pytest.raises(InvalidRequestError, match=r"tokenizer\.json") as refusal:
         tiny_text.prepare([1], params)

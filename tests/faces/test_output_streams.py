@@ -38,7 +38,7 @@ def ids(outputs: list[RequestOutput]) -> list[tuple[int, ...]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
-def test_a_reader_who_keeps_up_gets_an_output_for_each_step(tiny_text: TextFrontend) -> None:
+def test_a_reader_who_keeps_up_gets_an_output_for_each_step(tiny_text: TextFrontend):
     async def play(scripted: ScriptedEngine, engine: AsyncEngine) -> None:
         stream = engine.generate([1], kind="delta")
         steps = [*STEPS, END]
@@ -54,7 +54,7 @@ def test_a_reader_who_keeps_up_gets_an_output_for_each_step(tiny_text: TextFront
     run(tiny_text, play)
 
 
-def test_a_slow_reader_gets_all_that_came_meanwhile_in_one_output(tiny_text: TextFrontend) -> None:
+def test_a_slow_reader_gets_all_that_came_meanwhile_in_one_output(tiny_text: TextFrontend):
     async def play(scripted: ScriptedEngine, engine: AsyncEngine) -> None:
         slow = engine.submit(Request(prompt_token_ids=(1,)), kind="delta")
         other = engine.submit(Request(prompt_token_ids=(2,)), kind="final")
@@ -68,7 +68,7 @@ def test_a_slow_reader_gets_all_that_came_meanwhile_in_one_output(tiny_text: Tex
 
 
 @pytest.mark.parametrize("kind", ["cumulative", "delta", "final"])
-def test_each_kind_tells_the_same_story(tiny_text: TextFrontend, kind: OutputKind) -> None:
+def test_each_kind_tells_the_same_story(tiny_text: TextFrontend, kind: OutputKind):
     async def play(scripted: ScriptedEngine, engine: AsyncEngine) -> None:
         stream = engine.generate([1], kind=kind)
         first = asyncio.ensure_future(anext(stream))
@@ -88,7 +88,7 @@ def test_each_kind_tells_the_same_story(tiny_text: TextFrontend, kind: OutputKin
     run(tiny_text, play)
 
 
-def test_a_step_reaches_every_stream_it_has_news_for_and_no_other(tiny_text: TextFrontend) -> None:
+def test_a_step_reaches_every_stream_it_has_news_for_and_no_other(tiny_text: TextFrontend):
     async def play(scripted: ScriptedEngine, engine: AsyncEngine) -> None:
         streams = [engine.generate([1], kind="delta") for _ in range(3)]
         first = [asyncio.ensure_future(anext(stream)) for stream in streams]
@@ -103,7 +103,7 @@ def test_a_step_reaches_every_stream_it_has_news_for_and_no_other(tiny_text: Tex
     run(tiny_text, play)
 
 
-def test_leaving_cancels_in_the_engine_at_once(tiny_text: TextFrontend) -> None:
+def test_leaving_cancels_in_the_engine_at_once(tiny_text: TextFrontend):
     async def play(scripted: ScriptedEngine, engine: AsyncEngine) -> None:
         stream = engine.generate([1])
         scripted.play([token(0, 3)])
@@ -114,7 +114,7 @@ def test_leaving_cancels_in_the_engine_at_once(tiny_text: TextFrontend) -> None:
     assert run(tiny_text, play).cancelled == [(0, None)]
 
 
-def test_a_cancelled_task_cancels_its_request(tiny_text: TextFrontend) -> None:
+def test_a_cancelled_task_cancels_its_request(tiny_text: TextFrontend):
     async def play(scripted: ScriptedEngine, engine: AsyncEngine) -> None:
         async def read() -> None:
             async for _ in engine.generate([1]):
@@ -130,7 +130,7 @@ def test_a_cancelled_task_cancels_its_request(tiny_text: TextFrontend) -> None:
     run(tiny_text, play)
 
 
-def test_a_finished_request_is_not_cancelled(tiny_text: TextFrontend) -> None:
+def test_a_finished_request_is_not_cancelled(tiny_text: TextFrontend):
     async def play(scripted: ScriptedEngine, engine: AsyncEngine) -> None:
         scripted.play()
         stream = engine.generate([1])
@@ -145,7 +145,7 @@ def test_a_finished_request_is_not_cancelled(tiny_text: TextFrontend) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_an_engine_that_dies_ends_every_stream_with_an_error(tiny_text: TextFrontend) -> None:
+def test_an_engine_that_dies_ends_every_stream_with_an_error(tiny_text: TextFrontend):
     async def play(scripted: ScriptedEngine, engine: AsyncEngine) -> None:
         streams = [engine.submit(Request(prompt_token_ids=(1,))) for _ in range(2)]
         scripted.play([token(0, 3)])
@@ -165,7 +165,7 @@ def submit(engine: AsyncEngine, hear: Callable[[int], object]) -> list[OutputStr
     ]
 
 
-def test_what_comes_meanwhile_waits_for_a_part_of_a_steps_outputs(tiny_text: TextFrontend) -> None:
+def test_what_comes_meanwhile_waits_for_a_part_of_a_steps_outputs(tiny_text: TextFrontend):
     told: list[int] = []
     told_before: list[int] = []
 
@@ -196,7 +196,7 @@ def test_what_comes_meanwhile_waits_for_a_part_of_a_steps_outputs(tiny_text: Tex
     run(tiny_text, play)
 
 
-def test_who_has_left_is_not_told(tiny_text: TextFrontend) -> None:
+def test_who_has_left_is_not_told(tiny_text: TextFrontend):
     told: list[int] = []
 
     async def play(scripted: ScriptedEngine, engine: AsyncEngine) -> None:
@@ -218,7 +218,7 @@ def test_who_has_left_is_not_told(tiny_text: TextFrontend) -> None:
     run(tiny_text, play)
 
 
-def test_all_are_told_of_the_end_before_stop_returns(tiny_text: TextFrontend) -> None:
+def test_all_are_told_of_the_end_before_stop_returns(tiny_text: TextFrontend):
     told: list[int] = []
 
     async def play(_: ScriptedEngine, engine: AsyncEngine) -> None:

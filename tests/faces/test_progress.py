@@ -1,9 +1,14 @@
 """The progress line: what it says, when it is drawn, and that nothing is written elsewhere."""
 
+import gc
 import io
 import re
+import signal
 import sys
-from contextlib import redirect_stderr
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager, redirect_stderr
+from types import FrameType
 from typing import cast
 
 import pytest
@@ -11,6 +16,7 @@ from rich.console import Console
 
 from cadenza import LLM, SamplingParams
 from cadenza.errors import InvalidRequestError
+from cadenza.frontend.llm import KeptInterrupts
 from cadenza.frontend.progress import (
     BAR_WIDTH,
     EVERY_S,
@@ -52,7 +58,7 @@ def console_of(screen: Screen) -> Console:
     )
 
 
-def test_the_line_tells_what_is_done_the_rows_and_the_speed() -> None:
+def test_the_line_tells_what_is_done_the_rows_and_the_speed():
     progress = BatchProgress(
         num_done=12, num_requests=64, num_rows=16, num_tokens=500, elapsed_s=2.0
     )
@@ -61,7 +67,7 @@ def test_the_line_tells_what_is_done_the_rows_and_the_speed() -> None:
     assert nothing.text == "0/3 done, 1 row"
 
 
-def test_the_line_is_drawn_late_and_seldom_and_is_gone_at_the_end() -> None:
+def test_the_line_is_drawn_late_and_seldom_and_is_gone_at_the_end():
     screen, clock = Screen(), TickingClock(0.0)
     with ProgressLine(64, console_of(screen), clock) as line:
         for now_s, is_drawn in (
@@ -80,7 +86,7 @@ def test_the_line_is_drawn_late_and_seldom_and_is_gone_at_the_end() -> None:
     assert "\x1b[2K" in last, "the line is erased at the end"
 
 
-def test_llm_shows_the_line_on_a_terminal_unless_it_is_not_wanted(llm: LLM) -> None:
+def test_llm_shows_the_line_on_a_terminal_unless_it_is_not_wanted(llm: LLM):
     long = SamplingParams(max_tokens=250, temperature=0.0, ignore_eos=True)
     prompts, screens = [[1], [2, 3]] * 8, (Screen(), Screen())
     while not screens[0].getvalue():
@@ -94,7 +100,7 @@ def test_llm_shows_the_line_on_a_terminal_unless_it_is_not_wanted(llm: LLM) -> N
     assert screens[1].getvalue() == ""
 
 
-def test_the_line_begins_with_a_bar_of_what_is_done() -> None:
+def test_the_line_begins_with_a_bar_of_what_is_done():
     screen, clock = Screen(), TickingClock(FIRST_S)
     with ProgressLine(4, console_of(screen), clock) as line:
         line.show(num_done=2, num_rows=2, num_tokens=10)
@@ -115,7 +121,7 @@ class KeptBar:
         self.calls.append("close")
 
 
-def test_use_tqdm_takes_what_makes_a_bar_as_vllm_does(llm: LLM) -> None:
+def test_use_tqdm_takes_what_makes_a_bar_as_vllm_does(llm: LLM):
     made: list[KeptBar] = []
 
     def make(**settings: object) -> KeptBar:
@@ -136,12 +142,12 @@ def test_use_tqdm_takes_what_makes_a_bar_as_vllm_does(llm: LLM) -> None:
     assert len(made) == 1
 
 
-def test_use_tqdm_of_another_type_is_refused(llm: LLM) -> None:
+def test_use_tqdm_of_another_type_is_refused(llm: LLM):
     with pytest.raises(InvalidRequestError, match="use_tqdm is 'yes'"):
         llm.generate([[1]], PARAMS, use_tqdm="yes")  # pyright: ignore[reportArgumentType]
 
 
-def test_there_is_no_line_where_stderr_is_piped() -> None:
+def test_there_is_no_line_where_stderr_is_piped():
     with redirect_stderr(Screen()):
         assert progress_line(3).has_terminal
         assert not progress_line(3, is_wanted=False).has_terminal
@@ -152,7 +158,114 @@ def test_there_is_no_line_where_stderr_is_piped() -> None:
     assert not late.is_due
 
 
-def test_a_process_without_stderr_has_no_line(llm: LLM) -> None:
+def test_a_process_without_stderr_has_no_line(llm: LLM):
     with redirect_stderr(None):
         assert sys.stderr is None
         assert len(llm.generate([[1], [2]], PARAMS)) == 2
+
+
+TO_INTERRUPT = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+
+
+@contextmanager
+def pressed_in_the_collector() -> Generator[list[str]]:
+    """Ctrl-C within a callback of the garbage collector, where Python drops what it raises, once
+    another handler is in place."""
+    pressed: list[str] = []
+    before = signal.getsignal(signal.SIGINT)
+
+    def press(phase: str, _: object) -> None:
+        if not pressed and signal.getsignal(signal.SIGINT) is not before:
+            pressed.append(phase)
+            signal.raise_signal(signal.SIGINT)
+
+    thresholds = gc.get_threshold()
+    gc.callbacks.append(press)
+    gc.set_threshold(10)
+    try:
+        yield pressed
+    finally:
+        gc.callbacks.remove(press)
+        gc.set_threshold(*thresholds)
+
+
+@contextmanager
+def handled_by(handler: object) -> Generator[None]:
+    previous = signal.signal(signal.SIGINT, handler)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        assert signal.getsignal(signal.SIGINT) is handler, "it was not restored"
+        signal.signal(signal.SIGINT, previous)
+
+
+def test_an_interrupt_within_the_collector_ends_generate(llm: LLM):
+    expected = llm.generate([[1, 2, 3]], TO_INTERRUPT)
+    with (
+        handled_by(signal.default_int_handler),
+        pressed_in_the_collector() as pressed,
+        pytest.raises(KeyboardInterrupt),
+    ):
+        llm.generate([[1, 2, 3]] * 3, TO_INTERRUPT)
+    assert pressed
+    assert [each.outputs for each in llm.generate([[1, 2, 3]], TO_INTERRUPT)] == [
+        each.outputs for each in expected
+    ]
+
+
+def test_the_callers_own_handler_is_called_once_and_generation_goes_on(llm: LLM):
+    calls: list[tuple[int, bool]] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        calls.append((number, frame is not None))
+
+    with handled_by(note), pressed_in_the_collector():
+        (output,) = llm.generate([[1, 2, 3]], TO_INTERRUPT)
+    assert calls == [(signal.SIGINT, True)]
+    assert len(output.outputs[0].token_ids) == 40
+
+
+def test_generate_on_another_thread_leaves_signals_alone(llm: LLM):
+    done: list[int] = []
+
+    def generate() -> None:
+        done.append(len(llm.generate([[1, 2, 3]], TO_INTERRUPT)))
+
+    with handled_by(signal.default_int_handler):
+        thread = threading.Thread(target=generate)
+        thread.start()
+        thread.join(60)
+    assert done == [1]
+
+
+def test_the_second_interrupt_is_the_callers_at_once():
+    calls: list[int] = []
+    with handled_by(lambda number, _: calls.append(number)):
+        with KeptInterrupts() as kept:
+            signal.raise_signal(signal.SIGINT)
+            assert (calls, kept.is_set) == ([], True)
+            signal.raise_signal(signal.SIGINT)
+            assert calls == [signal.SIGINT]
+            kept.deliver()
+            assert calls == [signal.SIGINT] * 2
+            kept.deliver()
+        assert calls == [signal.SIGINT] * 2
+
+
+def test_an_interrupt_after_the_last_step_is_the_callers():
+    def pressed() -> None:
+        with KeptInterrupts():
+            signal.raise_signal(signal.SIGINT)
+
+    with handled_by(signal.default_int_handler), pytest.raises(KeyboardInterrupt):
+        pressed()
+
+
+@pytest.mark.parametrize("handler", [signal.SIG_IGN, signal.SIG_DFL])
+def test_where_ctrl_c_is_ignored_or_ends_the_process_it_still_does(handler: signal.Handlers):
+    previous = signal.signal(signal.SIGINT, handler)
+    try:
+        with KeptInterrupts():
+            assert signal.getsignal(signal.SIGINT) == handler
+    finally:
+        signal.signal(signal.SIGINT, previous)

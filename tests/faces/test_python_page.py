@@ -11,7 +11,7 @@ BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PRINTED = re.compile(r"^\s*print\(.*\)  # (.*)$", re.MULTILINE)
 
 
-def test_every_example_of_the_page_prints_what_it_says(tmp_path: Path) -> None:
+def test_every_example_of_the_page_prints_what_it_says(tmp_path: Path):
     program = "\n".join(BLOCK.findall(PAGE.read_text(encoding="utf-8")))
     expected = PRINTED.findall(program)
     assert len(expected) == program.count("print("), "each print says what it prints"

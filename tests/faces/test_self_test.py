@@ -55,7 +55,7 @@ def ignore(_: str) -> None:
 
 
 @pytest.mark.parametrize("shape", KINDS)
-def test_a_fault_of_each_kind_of_layer_that_a_shape_has_is_planted(shape: str) -> None:
+def test_a_fault_of_each_kind_of_layer_that_a_shape_has_is_planted(shape: str):
     found = faults_of("reference", named_shape(shape), are_built=False).faults
     planted = {each.layer for each in found if each.absent is None}
     assert planted == KINDS[shape] - {STATES} | ALWAYS
@@ -63,7 +63,7 @@ def test_a_fault_of_each_kind_of_layer_that_a_shape_has_is_planted(shape: str) -
         assert each.absent in (None, f"the model has no {each.layer}")
 
 
-def test_the_self_test_says_so_where_it_cannot_test_the_kernels_that_serve() -> None:
+def test_the_self_test_says_so_where_it_cannot_test_the_kernels_that_serve():
     model = named_shape("tiny-qwen3")
     instead = faults_of("native", model, are_built=False)
     assert instead.ops == "reference"
@@ -75,7 +75,7 @@ def test_the_self_test_says_so_where_it_cannot_test_the_kernels_that_serve() -> 
     assert (native.ops, native.note, len(own)) == ("native", None, 5)
 
 
-def test_a_window_is_passed_by_a_prompt_that_is_longer() -> None:
+def test_a_window_is_passed_by_a_prompt_that_is_longer():
     found = faults_of("reference", named_shape("tiny-gpt-oss"), are_built=False).faults
     assert [each.min_tokens for each in found if each.layer == "sliding windows"] == [38]
 
@@ -125,12 +125,12 @@ def run_verifier(spoil: Spoil | None) -> VerifierResult:
     ).run()
 
 
-def test_the_gate_passes_over_states_and_drafts() -> None:
+def test_the_gate_passes_over_states_and_drafts():
     assert run_verifier(None).passed
 
 
 @pytest.mark.parametrize("name", [*STATE_FAULTS, *DRAFT_FAULTS])
-def test_the_gate_catches_each_fault_of_states(name: str) -> None:
+def test_the_gate_catches_each_fault_of_states(name: str):
     assert run_verifier({**STATE_FAULTS, **DRAFT_FAULTS}[name]).verdict == "MISMATCH"
 
 
@@ -146,7 +146,7 @@ def test_the_gate_catches_each_fault_of_states(name: str) -> None:
 )
 def test_the_verdict_follows_from_the_control_and_from_what_was_planted(
     sound: Verdict, outcomes: tuple[Outcome, ...], verdict: Verdict, line: str
-) -> None:
+):
     faults = tuple(
         FaultResult(name=f"fault {place}", layer="attention", outcome=outcome)
         for place, outcome in enumerate(outcomes)
@@ -157,7 +157,7 @@ def test_the_verdict_follows_from_the_control_and_from_what_was_planted(
 
 @pytest.mark.soak
 @pytest.mark.parametrize("shape", KINDS)
-def test_the_self_test_catches_a_fault_of_each_kind_of_layer(shape: str) -> None:
+def test_the_self_test_catches_a_fault_of_each_kind_of_layer(shape: str):
     config = replace(OPTIONS.config, ops="reference")
     result = self_test(replace(OPTIONS, shape=shape, config=config), ignore)
     assert result.verdict == "PASS", result.last_line
@@ -168,9 +168,7 @@ def test_the_self_test_catches_a_fault_of_each_kind_of_layer(shape: str) -> None
 
 
 @pytest.mark.soak
-def test_the_self_test_catches_faults_of_masks_on_a_model_with_a_tokenizer(
-    worded_folder: Path,
-) -> None:
+def test_the_self_test_catches_faults_of_masks_on_a_model_with_a_tokenizer(worded_folder: Path):
     config = EngineConfig(ops="reference", max_num_seqs=2, max_model_len=64)
     options = VerifyOptions(model=str(worded_folder), num_requests=8, max_tokens=16, config=config)
     result = self_test(options, ignore)

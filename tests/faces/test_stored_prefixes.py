@@ -46,7 +46,7 @@ KINDS = {
 
 @pytest.mark.native
 @pytest.mark.parametrize("kind", by_day(KINDS, {"native int8 KV"}))
-def test_a_later_start_takes_the_prompt_and_gives_the_same_bits(kind: str, tmp_path: Path) -> None:
+def test_a_later_start_takes_the_prompt_and_gives_the_same_bits(kind: str, tmp_path: Path):
     options: dict[str, Any] = KINDS[kind]
     cold, stored = ask(tmp_path, **options), ask(tmp_path, **options)
     assert stream_of(stored) == stream_of(cold)
@@ -58,7 +58,7 @@ def test_a_later_start_takes_the_prompt_and_gives_the_same_bits(kind: str, tmp_p
 
 
 @pytest.mark.soak
-def test_the_reference_operations_store_pages_too(tmp_path: Path, worded_folder: Path) -> None:
+def test_the_reference_operations_store_pages_too(tmp_path: Path, worded_folder: Path):
     options = {"model": worded_folder, "ops": "reference", "max_num_seqs": 1, "num_pages": 40}
     cold = ask(tmp_path, **options)
     stored = ask(tmp_path, **options, max_num_queued_reqs=7)
@@ -72,7 +72,7 @@ def test_the_reference_operations_store_pages_too(tmp_path: Path, worded_folder:
 
 @pytest.mark.native
 @pytest.mark.soak
-def test_an_engine_that_computes_other_bits_takes_nothing(tmp_path: Path) -> None:
+def test_an_engine_that_computes_other_bits_takes_nothing(tmp_path: Path):
     ask(tmp_path, dtype="bfloat16")
     for other in (
         {"dtype": "float32"},
@@ -85,7 +85,7 @@ def test_an_engine_that_computes_other_bits_takes_nothing(tmp_path: Path) -> Non
 
 def test_pages_of_another_revision_of_the_arithmetic_are_not_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     ask(tmp_path)
     monkeypatch.setattr("cadenza.loading.identity.ARITHMETIC_REVISION", 0)
     assert ask(tmp_path).num_cached_tokens == 0
@@ -105,7 +105,7 @@ def metric(serving: ServeProcess, name: str) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(start))
 
 
-def test_a_served_prompt_survives_a_restart(tmp_path: Path) -> None:
+def test_a_served_prompt_survives_a_restart(tmp_path: Path):
     limits = ("--max-num-seqs", "2", "--max-model-len", "512", "--max-num-batched-tokens", "64")
     flags = (*limits, "--prefix-cache-disk", tmp_path)
     answers: list[tuple[str, int]] = []
@@ -141,18 +141,18 @@ BACKEND = replace(TRAITS, capabilities=frozenset({"page_copies"}))
     ],
     ids=str,
 )
-def test_a_folder_without_what_it_stores_is_refused(options: dict[str, Any], said: str) -> None:
+def test_a_folder_without_what_it_stores_is_refused(options: dict[str, Any], said: str):
     config = EngineConfig(**{"prefix_cache_disk": "folder", **options})
     with pytest.raises(ConfigError, match=said):
         make_plan(config, open_checkpoint(None), BACKEND, 1 << 34)
 
 
-def test_a_folder_beside_pages_is_planned() -> None:
+def test_a_folder_beside_pages_is_planned():
     config = EngineConfig(prefix_cache_disk="folder")
     assert make_plan(config, open_checkpoint(None), BACKEND, 1 << 34).limits.enable_prefix_caching
 
 
-def test_a_backend_whose_pages_cannot_be_copied_is_named() -> None:
+def test_a_backend_whose_pages_cannot_be_copied_is_named():
     own = replace(TRAITS, name="mlx:metal", capabilities=frozenset())
     with pytest.raises(ConfigError, match="mlx:metal does not support"):
         make_plan(EngineConfig(prefix_cache_disk="folder"), open_checkpoint(None), own, 1 << 34)

@@ -46,7 +46,7 @@ def step_of(request_id: int, index: int, text: TextFrontend, sample: int = 0) ->
 @pytest.mark.parametrize("fault", FAULTS)
 def test_one_request_fails_and_the_others_get_all_their_events(
     worded_text: TextFrontend, fault: Fault
-) -> None:
+):
     text, cancelled = faulty(worded_text, fault), list[tuple[int, int | None]]()
     router = OutputRouter(lambda request_id, sample: cancelled.append((request_id, sample)))
     broken = assembler_of(1, text, victim(fault))
@@ -69,7 +69,7 @@ def test_one_request_fails_and_the_others_get_all_their_events(
 @pytest.mark.parametrize("fault", FAULTS)
 def test_without_the_routers_care_the_fault_would_reach_everybody(
     worded_text: TextFrontend, fault: Fault
-) -> None:
+):
     broken = assembler_of(0, faulty(worded_text, fault), victim(fault))
 
     def play() -> None:
@@ -81,7 +81,7 @@ def test_without_the_routers_care_the_fault_would_reach_everybody(
         play()
 
 
-def test_its_other_samples_end_with_it(worded_text: TextFrontend) -> None:
+def test_its_other_samples_end_with_it(worded_text: TextFrontend):
     broken = assembler_of(0, faulty(worded_text, "detokenizer"), victim("detokenizer", n=2))
     cancelled: list[tuple[int, int | None]] = []
     router = OutputRouter(lambda request_id, sample: cancelled.append((request_id, sample)))
@@ -95,7 +95,7 @@ def test_its_other_samples_end_with_it(worded_text: TextFrontend) -> None:
 
 def test_the_cause_is_logged_without_what_was_written(
     worded_text: TextFrontend, caplog: pytest.LogCaptureFixture
-) -> None:
+):
     router = OutputRouter(lambda request_id, sample: None)
     router.add(
         assembler_of(7, faulty(worded_text, "log probabilities"), victim("log probabilities"))
@@ -110,7 +110,7 @@ def test_the_cause_is_logged_without_what_was_written(
 @pytest.mark.parametrize("fault", ["detokenizer", "flush"])
 def test_an_aborted_request_whose_last_text_fails_still_ends(
     worded_text: TextFrontend, fault: Fault
-) -> None:
+):
     broken = assembler_of(0, faulty(worded_text, fault), victim(fault))
     broken.push(step_of(0, 0, worded_text))
     broken.abort()
@@ -118,9 +118,7 @@ def test_an_aborted_request_whose_last_text_fails_still_ends(
     assert broken.output().outputs[0].error_kind == "text_failed"
 
 
-def test_streams_go_on_beside_one_that_failed_and_its_pages_are_free(
-    worded_text: TextFrontend,
-) -> None:
+def test_streams_go_on_beside_one_that_failed_and_its_pages_are_free(worded_text: TextFrontend):
     # The victim would run for five seconds if it were not cancelled.
     link = InProcessLink(make_core(EngineConfig(max_num_seqs=8), {"step_s": 0.02}))
     service = EngineFront(link)

@@ -44,7 +44,7 @@ def ignore(_: str) -> None:
     """No progress wanted."""
 
 
-def test_the_gate_passes_on_random_weights_and_shows_every_mode() -> None:
+def test_the_gate_passes_on_random_weights_and_shows_every_mode():
     told: list[str] = []
     result, plan = verify(OPTIONS, told.append)
     assert any(re.match(r"alone: 8/8 done, 1 row, [\d.]+ tok/s", line) for line in told)
@@ -63,7 +63,7 @@ def test_the_gate_passes_on_random_weights_and_shows_every_mode() -> None:
 
 
 @pytest.mark.native
-def test_the_gate_passes_over_so_few_slots_of_states_that_one_is_soon_another_rows() -> None:
+def test_the_gate_passes_over_so_few_slots_of_states_that_one_is_soon_another_rows():
     """A slot that is handed out while a step reads it is seen here, and in no roomy pool."""
     options = replace(OPTIONS, shape="tiny-lfm2", max_tokens=48, reference="solo")
     result, plan = verify(options, ignore)
@@ -80,7 +80,7 @@ def test_the_gate_passes_over_so_few_slots_of_states_that_one_is_soon_another_ro
 @pytest.mark.parametrize("quantization", list(QUANTISED_TOLERANCE))
 def test_the_gate_scores_quantised_streams_with_the_unquantised_reference(
     quantization: Quantization,
-) -> None:
+):
     config = replace(SMALL.config, quantization=quantization)
     result, plan = verify(replace(SMALL, config=config), ignore)
     assert result.passed, result.last_line
@@ -95,7 +95,7 @@ def test_the_gate_scores_quantised_streams_with_the_unquantised_reference(
 @pytest.mark.parametrize("options", [SMALL, OPTIONS], ids=["small", "long"])
 def test_the_gate_passes_over_kv_in_int8_and_scores_it_with_the_unquantised_reference(
     options: VerifyOptions,
-) -> None:
+):
     config = replace(options.config, kv_cache_dtype="int8")
     result, plan = verify(replace(options, config=config), ignore)
     assert result.passed, result.last_line
@@ -116,7 +116,7 @@ class OtherModel:
         return np.zeros(50, np.float32)
 
 
-def test_streams_that_are_far_from_the_reference_are_a_mismatch() -> None:
+def test_streams_that_are_far_from_the_reference_are_a_mismatch():
     """Negative control of the scoring: the fake runner reports a log probability of its own."""
     gate = fake_verifier(FakeRunner)
     reference = ReferenceEngine(OtherModel(), max_model_len=256)
@@ -127,7 +127,7 @@ def test_streams_that_are_far_from_the_reference_are_a_mismatch() -> None:
     assert "a mean difference of at most 0.1" in result.mismatch.expected
 
 
-def test_a_single_changed_bit_of_a_logprob_is_a_mismatch() -> None:
+def test_a_single_changed_bit_of_a_logprob_is_a_mismatch():
     expected = Stream([(1, -0.5, 1, (1,), (-0.5,))], "stop")
     changed = Stream([(1, -0.5000000001, 1, (1,), (-0.5,))], "stop")
     assert first_difference("m", expected, expected, bitwise=True) is None
@@ -181,7 +181,7 @@ class CompanyInLogprobs(FakeRunner):
 
 
 @pytest.mark.parametrize("exactness", get_args(Exactness))
-def test_the_gate_compares_what_the_backend_promises(exactness: Exactness) -> None:
+def test_the_gate_compares_what_the_backend_promises(exactness: Exactness):
     result = replace(fake_verifier(CompanyInLogprobs), exactness=exactness).run()
     assert (result.mismatch is None) == (exactness == "token")
     if exactness == "token":
@@ -189,12 +189,12 @@ def test_the_gate_compares_what_the_backend_promises(exactness: Exactness) -> No
 
 
 @pytest.mark.parametrize("other", [Stream([], "stop"), Stream([(1, 0.0, 1, (), ())], "length")])
-def test_a_shorter_stream_or_another_reason_is_a_mismatch(other: Stream) -> None:
+def test_a_shorter_stream_or_another_reason_is_a_mismatch(other: Stream):
     expected = Stream([(1, 0.0, 1, (), ())], "stop")
     assert first_difference("m", expected, other, bitwise=False) is not None
 
 
-def test_a_mode_that_shows_nothing_fails_the_gate() -> None:
+def test_a_mode_that_shows_nothing_fails_the_gate():
     mode = ModeResult(name="tight", num_streams=1, num_equal=1, counts=Counts(), tokens_per_s=1.0)
     assert VerifierResult(num_requests=1, modes=[mode]).passed
     silent = replace(mode, missing=("preempted",))
@@ -205,7 +205,7 @@ def test_a_mode_that_shows_nothing_fails_the_gate() -> None:
     )
 
 
-def test_the_verdict_names_the_first_difference() -> None:
+def test_the_verdict_names_the_first_difference():
     found = Mismatch(mode="m", request=3, sample=1, index=7, expected="1", actual="2")
     result = VerifierResult(num_requests=1, mismatch=found)
     assert (result.verdict, result.passed) == ("MISMATCH", False)
@@ -213,11 +213,11 @@ def test_the_verdict_names_the_first_difference() -> None:
     assert "request=3 sample=1 index=7" in result.last_line
 
 
-def test_no_modes_is_no_pass() -> None:
+def test_no_modes_is_no_pass():
     assert VerifierResult(num_requests=1).verdict == "NOT SHOWN"
 
 
-def test_three_prompts_of_a_workload_are_long_and_one_shares_the_longest_ones_beginning() -> None:
+def test_three_prompts_of_a_workload_are_long_and_one_shares_the_longest_ones_beginning():
     shape = replace(SHAPE, context=1400)
     prompts = [arrival.request.prompt_token_ids for arrival in make_workload(shape)]
     long = [prompt for prompt in prompts if len(prompt) > LONGEST_SHORT_PROMPT]
@@ -227,14 +227,14 @@ def test_three_prompts_of_a_workload_are_long_and_one_shares_the_longest_ones_be
     assert LONGEST_PROMPT > 2 * 512
 
 
-def test_the_longest_prompt_passes_every_window() -> None:
+def test_the_longest_prompt_passes_every_window():
     assert longest_prompt(512, [0, 512]) == LONGEST_PROMPT
     assert longest_prompt(64, []) == LONGEST_PROMPT - 2 * (512 - 64)
     assert longest_prompt(64, [512, 4096]) > 4096
 
 
 @pytest.mark.soak
-def test_a_short_context_is_used_up_and_the_verdict_says_how_far_it_went() -> None:
+def test_a_short_context_is_used_up_and_the_verdict_says_how_far_it_went():
     result, plan = verify(replace(SMALL, reference="solo"), ignore)
     assert result.passed
     assert plan.limits.max_model_len == 300
@@ -244,7 +244,7 @@ def test_a_short_context_is_used_up_and_the_verdict_says_how_far_it_went() -> No
 
 
 @pytest.mark.soak
-def test_two_rows_are_enough_to_show_every_mode() -> None:
+def test_two_rows_are_enough_to_show_every_mode():
     """A long prompt fills most of a tight pool, and still another request is preempted."""
     options = replace(OPTIONS, num_requests=6, max_tokens=12, reference="solo")
     result, _ = verify(replace(options, config=EngineConfig(max_num_seqs=2)), ignore)
@@ -252,12 +252,12 @@ def test_two_rows_are_enough_to_show_every_mode() -> None:
     assert result.counts.preempted > 0
 
 
-def test_a_workload_is_a_pure_function_of_its_shape() -> None:
+def test_a_workload_is_a_pure_function_of_its_shape():
     assert make_workload(SHAPE) == make_workload(SHAPE)
     assert make_workload(SHAPE) != make_workload(replace(SHAPE, seed=1))
 
 
-def test_about_half_of_a_workload_is_sampled_and_prompts_share_a_prefix() -> None:
+def test_about_half_of_a_workload_is_sampled_and_prompts_share_a_prefix():
     requests = [a.request for a in make_workload(replace(SHAPE, num_requests=200))]
     sampled = sum(not request.params.is_greedy for request in requests)
     assert 80 <= sampled <= 120
@@ -268,6 +268,6 @@ def test_about_half_of_a_workload_is_sampled_and_prompts_share_a_prefix() -> Non
 @pytest.mark.parametrize(
     "changes", [{"rows": 1}, {"num_requests": 4}, {"max_tokens": 2}, {"max_tokens": 200}]
 )
-def test_a_workload_that_could_show_nothing_is_refused(changes: dict[str, int]) -> None:
+def test_a_workload_that_could_show_nothing_is_refused(changes: dict[str, int]):
     with pytest.raises(ConfigError):
         replace(SHAPE, **changes)

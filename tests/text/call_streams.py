@@ -17,7 +17,7 @@ from cadenza.text.answers.tool_format import Tool
 from cadenza.text.constraints.token_constraint import ConstraintCompiler
 from cadenza.text.schemas.grammar import check_grammar
 from tests.text.marked_tokenizers import with_marks
-from tests.text.walks import allowed_ids
+from tests.text.walks import Judge, allowed_ids
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -119,12 +119,20 @@ class Stream:
     def is_free(self) -> bool:
         return all(byte == 0xFF for byte in self.constraint.allowed())
 
+    @property
+    def allowed(self) -> list[int]:
+        return allowed_ids(self.constraint, self.tokenizer.vocab_size)
+
     def finish_call(self, rng: random.Random) -> None:
         for _ in range(1500):
             if self.is_free:
                 return
             forced = self.constraint.forced()
-            allowed = allowed_ids(self.constraint, self.tokenizer.vocab_size)
-            assert not forced or allowed == [forced[0]]
-            self.take(rng.choice(allowed))
+            assert not forced or self.allowed == [forced[0]]
+            self.take(rng.choice(self.allowed))
         raise AssertionError(f"the call does not end: {self.text}")
+
+
+def stream_of(judge: Judge, name: str, tools: tuple[Tool, ...] = TOOLS) -> Stream:
+    rule = rule_of(judge.tokenizer, name, tools)
+    return Stream(judge.tokenizer, constraint_of(judge.compiler, rule))

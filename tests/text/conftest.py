@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from cadenza.checkpoint.opening import open_checkpoint
-from cadenza.loading.build import constraint_compiler
 from cadenza.text import Tokenizer
 from cadenza.text.constraints.token_constraint import ConstraintCompiler
 from tests.text.vocabularies import KINDS
+from tests.text.walks import Judge
 
 
 @pytest.fixture(scope="session")
@@ -27,7 +27,13 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def compiler() -> Iterator[ConstraintCompiler]:
-    made = constraint_compiler(open_checkpoint(None))
-    assert made is not None
+    source = open_checkpoint(None).tokenizer_source
+    assert source is not None
+    made = ConstraintCompiler(source, vocab_size=2560, eos_token_ids=[0])
     yield made
     made.close()
+
+
+@pytest.fixture(scope="session")
+def judge(tokenizer: Tokenizer, compiler: ConstraintCompiler) -> Judge:
+    return Judge(tokenizer, compiler)

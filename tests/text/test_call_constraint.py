@@ -10,12 +10,10 @@ import pytest
 
 from cadenza.frontend.answers import ToolUse
 from cadenza.structured import ConstraintSpec
-from cadenza.text import Tokenizer
 from cadenza.text.answers.input_grammar import InputGrammar
 from cadenza.text.answers.part_parser import PartPlan
 from cadenza.text.answers.tool_calls import TOOL_FORMATS, call_rule
 from cadenza.text.answers.tool_format import CallGrammar, Tool, ToolFormat
-from cadenza.text.constraints.token_constraint import ConstraintCompiler
 from cadenza.text.schemas.grammar import ARGUMENTS_STYLE
 from cadenza.text.schemas.json_schema import compile_schema
 from tests.text.call_streams import (
@@ -27,24 +25,25 @@ from tests.text.call_streams import (
     Stream,
     constraint_of,
     rule_of,
+    stream_of,
 )
 from tests.text.marked_tokenizers import with_marks
 from tests.text.parts import parse
-from tests.text.walks import allowed_ids
+from tests.text.walks import Judge, allowed_ids
 
 FORMATS = ("hermes", "qwen3_coder", "mistral", "llama3_json", "json", "pythonic")
 TAGGED = ("glm45", "functiongemma", "gemma4")
 
 
 @pytest.mark.parametrize("name", [*FORMATS, *LISTED])
-def test_a_call_that_begins_is_read_as_one_of_a_function_and_its_schema(
-    tokenizer: Tokenizer, compiler: ConstraintCompiler, name: str
-) -> None:
+def test_a_call_that_begins_is_read_as_one_of_a_function_and_its_schema(judge: Judge, name: str):
     tools: ToolFormat = TOOL_FORMATS[name]
     plan = PartPlan(tools=tools, functions={tool.name: tool.parameters or {} for tool in TOOLS})
     for seed in range(4):
         rng = random.Random(seed)
-        stream = Stream(tokenizer, constraint_of(compiler, rule_of(tokenizer, name)))
+        stream = Stream(
+            judge.tokenizer, constraint_of(judge.compiler, rule_of(judge.tokenizer, name))
+        )
         stream.write("Let me see.\n")
         assert stream.is_free
         stream.write(BEGINNINGS[name])
@@ -65,14 +64,14 @@ def test_a_call_that_begins_is_read_as_one_of_a_function_and_its_schema(
             assert found == {} if called == "now" else jsonschema_rs.is_valid(SCHEMA, found)
 
 
-def test_elements_have_texts_as_they_are_and_other_values_of_the_schema(
-    tokenizer: Tokenizer, compiler: ConstraintCompiler
-) -> None:
-    stream = Stream(tokenizer, constraint_of(compiler, rule_of(tokenizer, "qwen3_coder")))
+def test_elements_have_texts_as_they_are_and_other_values_of_the_schema(judge: Judge):
+    stream = Stream(
+        judge.tokenizer, constraint_of(judge.compiler, rule_of(judge.tokenizer, "qwen3_coder"))
+    )
     stream.write("<tool_call>\n<function=f>\n<parameter=city>\nIt's </a>\n\n</parameter>\n")
     stream.write("<parameter=n>\n")
-    digits = [tokenizer.id_of(digit) for digit in "0123456789"]
-    allowed = set(allowed_ids(stream.constraint, tokenizer.vocab_size))
+    digits = [judge.tokenizer.id_of(digit) for digit in "0123456789"]
+    allowed = set(stream.allowed)
     assert [each in allowed for each in digits] == [False, *[True] * 9]
     stream.write("7\n</parameter>\n</function>\n</tool_call>")
     assert stream.is_free
@@ -81,38 +80,36 @@ def test_elements_have_texts_as_they_are_and_other_values_of_the_schema(
     assert (called, json.loads(arguments)) == ("f", {"city": "It's </a>\n", "n": 7})
 
 
-def test_text_that_only_looks_like_a_call_goes_on_unconstrained(
-    tokenizer: Tokenizer, compiler: ConstraintCompiler
-) -> None:
+def test_text_that_only_looks_like_a_call_goes_on_unconstrained(judge: Judge):
     for text in ('{"name": "Anna", "age": ', '["name", "f"', "<tool_cal", "<tool_call"):
         name = "hermes" if text.startswith("<") else "json"
-        stream = Stream(tokenizer, constraint_of(compiler, rule_of(tokenizer, name)))
+        stream = Stream(
+            judge.tokenizer, constraint_of(judge.compiler, rule_of(judge.tokenizer, name))
+        )
         stream.write(text)
         assert stream.is_free
 
 
-def test_nothing_is_constrained_within_reasoning(
-    tokenizer: Tokenizer, compiler: ConstraintCompiler
-) -> None:
-    rule = rule_of(tokenizer, "hermes", reasoning="think")
-    stream = Stream(tokenizer, constraint_of(compiler, rule))
+def test_nothing_is_constrained_within_reasoning(judge: Judge):
+    rule = rule_of(judge.tokenizer, "hermes", reasoning="think")
+    stream = Stream(judge.tokenizer, constraint_of(judge.compiler, rule))
     stream.write(" \n<think>I may write <tool_call> now")
     assert stream.is_free
     stream.write("</think>\n<tool_call>")
     assert not stream.is_free
-    unmarked = Stream(tokenizer, constraint_of(compiler, rule))
+    unmarked = Stream(judge.tokenizer, constraint_of(judge.compiler, rule))
     unmarked.write("No thought. <tool_call>")
     assert not unmarked.is_free
 
 
-def test_a_fork_follows_drafts_into_the_call_but_not_over_its_beginning(
-    tokenizer: Tokenizer, compiler: ConstraintCompiler
-) -> None:
-    stream = Stream(tokenizer, constraint_of(compiler, rule_of(tokenizer, "hermes")))
+def test_a_fork_follows_drafts_into_the_call_but_not_over_its_beginning(judge: Judge):
+    stream = Stream(
+        judge.tokenizer, constraint_of(judge.compiler, rule_of(judge.tokenizer, "hermes"))
+    )
     stream.write("So: ")
     free = stream.constraint.fork()
     assert free is not None
-    for token_id in tokenizer.encode("text <tool_call>", add_special_tokens=False):
+    for token_id in judge.tokenizer.encode("text <tool_call>", add_special_tokens=False):
         assert not free.has_failed
         free.accept(token_id)
     assert free.has_failed, "what follows a beginning is not known in a fork"
@@ -121,7 +118,7 @@ def test_a_fork_follows_drafts_into_the_call_but_not_over_its_beginning(
         while (fork := stream.constraint.fork()) is None:
             pass
         assert fork.allowed() == stream.constraint.allowed()
-        token_id = allowed_ids(fork, tokenizer.vocab_size)[-1]
+        token_id = allowed_ids(fork, judge.tokenizer.vocab_size)[-1]
         fork.accept(token_id)
         stream.take(token_id)
         assert fork.allowed() == stream.constraint.allowed()
@@ -129,16 +126,14 @@ def test_a_fork_follows_drafts_into_the_call_but_not_over_its_beginning(
 
 
 @pytest.mark.parametrize("name", ["qwen3_coder", "pythonic", "functiongemma", "glm45", "gemma4"])
-def test_a_constraint_is_rebuilt_from_its_tokens(
-    tokenizer: Tokenizer, compiler: ConstraintCompiler, name: str
-) -> None:
-    rule = rule_of(tokenizer, name)
-    stream = Stream(tokenizer, constraint_of(compiler, rule))
+def test_a_constraint_is_rebuilt_from_its_tokens(judge: Judge, name: str):
+    rule = rule_of(judge.tokenizer, name)
+    stream = Stream(judge.tokenizer, constraint_of(judge.compiler, rule))
     stream.write(f"So.\n{BEGINNINGS[name]}")
-    again = Stream(tokenizer, constraint_of(compiler, rule))
+    again = Stream(judge.tokenizer, constraint_of(judge.compiler, rule))
     for place in range(60):
         if place % 10 == 0:  # as after a preemption or a restart, which make the masks anew
-            again = Stream(tokenizer, constraint_of(compiler, rule))
+            again = Stream(judge.tokenizer, constraint_of(judge.compiler, rule))
             for token_id in stream.ids:
                 again.constraint.allowed()
                 again.take(token_id)
@@ -147,22 +142,28 @@ def test_a_constraint_is_rebuilt_from_its_tokens(
         assert fork is None or fork.allowed() == stream.constraint.allowed()
         if stream.is_free:
             break
-        token_id = random.Random(place).choice(allowed_ids(stream.constraint, tokenizer.vocab_size))
+        token_id = random.Random(place).choice(stream.allowed)
         stream.take(token_id)
         again.take(token_id)
 
 
-def test_a_schema_that_cannot_be_followed_allows_any_object(
-    tokenizer: Tokenizer, compiler: ConstraintCompiler
-) -> None:
+def test_a_schema_that_cannot_be_followed_allows_any_object(judge: Judge):
     odd = Tool(name="g", parameters={"type": "object", "x-guidance": {}})
-    stream = Stream(tokenizer, constraint_of(compiler, rule_of(tokenizer, "hermes", (*TOOLS, odd))))
+    stream = Stream(
+        judge.tokenizer,
+        constraint_of(judge.compiler, rule_of(judge.tokenizer, "hermes", (*TOOLS, odd))),
+    )
     stream.write('<tool_call>\n{"name": "g", "arguments": {"a": [1')
     assert not stream.is_free
-    assert tokenizer.id_of("]") in allowed_ids(stream.constraint, tokenizer.vocab_size)
-    kept = Stream(tokenizer, constraint_of(compiler, rule_of(tokenizer, "hermes", (*TOOLS, odd))))
+    assert judge.tokenizer.id_of("]") in stream.allowed
+    kept = Stream(
+        judge.tokenizer,
+        constraint_of(judge.compiler, rule_of(judge.tokenizer, "hermes", (*TOOLS, odd))),
+    )
     kept.write('<tool_call>\n{"name": "f", "arguments": {"')
-    assert tokenizer.id_of("q") not in allowed_ids(kept.constraint, tokenizer.vocab_size)
+    assert judge.tokenizer.id_of("q") not in allowed_ids(
+        kept.constraint, judge.tokenizer.vocab_size
+    )
 
 
 PATCH = 'start: line+\nline: ("+" | "-") /[a-z<"\\\\\\\\]{1,4}/ LF\n%import common.LF'
@@ -178,18 +179,16 @@ CUSTOM = Tool(
 
 
 @pytest.mark.parametrize("name", [*FORMATS, *TAGGED, *LISTED])
-def test_a_custom_tools_text_is_of_its_grammar(
-    tokenizer: Tokenizer, compiler: ConstraintCompiler, name: str
-) -> None:
+def test_a_custom_tools_text_is_of_its_grammar(judge: Judge, name: str):
     use = ToolUse(tools=(CUSTOM,))
-    rule = rule_of(tokenizer, name, use.tools)
+    rule = rule_of(judge.tokenizer, name, use.tools)
     assert rule is not None
     assert ConstraintSpec(calls=rule).is_needed
     beginning = BEGINNINGS[name].replace('"now"', '"patch"').replace('"f"', '"patch"')
     beginning = beginning.replace("[f(", "[patch(")
     texts: list[str] = []
     for seed in range(4):
-        stream = Stream(tokenizer, constraint_of(compiler, rule))
+        stream = Stream(judge.tokenizer, constraint_of(judge.compiler, rule))
         stream.write("So: ")
         assert stream.is_free
         stream.write(beginning)
@@ -202,11 +201,12 @@ def test_a_custom_tools_text_is_of_its_grammar(
     assert all(re.fullmatch(r'([+-][a-z<"\\]{1,4}\n)+', text) for text in texts), texts
 
 
-def test_a_needed_call_that_cannot_go_on_is_a_failure(
-    tokenizer: Tokenizer, compiler: ConstraintCompiler
-) -> None:
+def test_a_needed_call_that_cannot_go_on_is_a_failure(judge: Judge):
     for tools, has_failed in (((CUSTOM,), True), (TOOLS, False)):
-        stream = Stream(tokenizer, constraint_of(compiler, rule_of(tokenizer, "hermes", tools)))
+        stream = Stream(
+            judge.tokenizer,
+            constraint_of(judge.compiler, rule_of(judge.tokenizer, "hermes", tools)),
+        )
         stream.write("<tool_call>")
         assert not stream.is_free
         stream.write("nothing")
@@ -214,16 +214,14 @@ def test_a_needed_call_that_cannot_go_on_is_a_failure(
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_other_notations_have_the_types_of_the_schema(
-    tokenizer: Tokenizer, compiler: ConstraintCompiler, name: str
-) -> None:
-    stream = Stream(tokenizer, constraint_of(compiler, rule_of(tokenizer, name)))
+def test_other_notations_have_the_types_of_the_schema(judge: Judge, name: str):
+    stream = stream_of(judge, name)
     before, behind = WRITTEN[name]
     stream.write("So:\n" + before)
-    digits = [tokenizer.id_of(digit) for digit in "0123456789"]
-    allowed = set(allowed_ids(stream.constraint, tokenizer.vocab_size))
+    digits = [judge.tokenizer.id_of(digit) for digit in "0123456789"]
+    allowed = set(stream.allowed)
     assert [each in allowed for each in digits] == [False, *[True] * 9]
-    assert tokenizer.id_of('"') not in allowed
+    assert judge.tokenizer.id_of('"') not in allowed
     stream.write(behind)
     assert stream.is_free
     plan = PartPlan(tools=TOOL_FORMATS[name], functions={"f": SCHEMA, "now": {}})
@@ -248,14 +246,14 @@ OPTIONAL: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_arguments_that_may_be_left_out_are_read_as_they_are_drawn(
-    tokenizer: Tokenizer, compiler: ConstraintCompiler, name: str
-) -> None:
+def test_arguments_that_may_be_left_out_are_read_as_they_are_drawn(judge: Judge, name: str):
     tools = (Tool(name="g", parameters=OPTIONAL), Tool(name="now"))
     plan = PartPlan(tools=TOOL_FORMATS[name], functions=ToolUse(tools=tools).schemas)
     keys: set[tuple[str, ...]] = set()
     for seed in range(8):
-        stream = Stream(tokenizer, constraint_of(compiler, rule_of(tokenizer, name, tools)))
+        stream = Stream(
+            judge.tokenizer, constraint_of(judge.compiler, rule_of(judge.tokenizer, name, tools))
+        )
         stream.write(BEGINNINGS[name].replace("[f(", "[g("))
         stream.finish_call(random.Random(seed))
         calls = [part for part in parse(plan, *stream.text) if part[0] == "tool_call"]
@@ -268,22 +266,20 @@ def test_arguments_that_may_be_left_out_are_read_as_they_are_drawn(
 
 
 @pytest.mark.parametrize("name", TAGGED)
-def test_marks_within_calls_may_be_tokens(
-    tokenizer: Tokenizer, compiler: ConstraintCompiler, name: str
-) -> None:
+def test_marks_within_calls_may_be_tokens(judge: Judge, name: str):
     tools: ToolFormat = TOOL_FORMATS[name]
-    spare = [each for each in tokenizer.added_tokens.values() if each > 3]
+    spare = [each for each in judge.tokenizer.added_tokens.values() if each > 3]
     marks = dict(zip(tools.inner_marks[-2:], spare, strict=False))
     assert len(marks) == min(2, len(tools.inner_marks))
     calls = CallGrammar(tools=TOOLS, format=tools, compile=lenient, inputs={})
     rule = call_rule(calls, marks)
-    stream = Stream(tokenizer, constraint_of(compiler, rule))
+    stream = Stream(judge.tokenizer, constraint_of(judge.compiler, rule))
     stream.write(tools.begin)
     text = WRITTEN[name][0].removeprefix(tools.begin)
     for part in re.split(f"({'|'.join(map(re.escape, marks))})", text):
-        ids = [marks[part]] if part in marks else with_marks(tokenizer, part)
+        ids = [marks[part]] if part in marks else with_marks(judge.tokenizer, part)
         for token_id in ids:
-            assert token_id in allowed_ids(stream.constraint, tokenizer.vocab_size), part
+            assert token_id in stream.allowed, part
             stream.take(token_id)
     assert not stream.is_free
 

@@ -291,7 +291,7 @@ VALUES: list[tuple[object, list[Any]]] = [
 @pytest.mark.parametrize(("schema", "values"), VALUES, ids=lambda each: str(each)[:60])
 def test_each_value_that_a_schema_allows_is_written_and_read_in_each_notation(
     name: str, schema: object, values: list[Any]
-) -> None:
+):
     properties = {"a": schema, "b": STATUS}
     function = {"type": "object", "properties": properties, "required": ["a"], "$defs": DEFS}
     notation = Notation(name, function)
@@ -306,7 +306,7 @@ NAMES = ("from", "class", "None", "max-results", "a.b", "größe", "$ref", "_", 
 @pytest.mark.parametrize("name", WRITE)
 def test_names_that_a_language_reserves_are_those_of_functions_and_arguments(
     name: str, called: str
-) -> None:
+):
     notation = Notation(name, {"type": "object", "properties": dict.fromkeys(NAMES, TEXT)}, called)
     notation.check(dict.fromkeys(NAMES, "\nx"))
     for each in NAMES:
@@ -314,7 +314,7 @@ def test_names_that_a_language_reserves_are_those_of_functions_and_arguments(
 
 
 @pytest.mark.parametrize("name", WRITE)
-def test_a_name_that_a_notation_cannot_write_is_not_constrained(name: str) -> None:
+def test_a_name_that_a_notation_cannot_write_is_not_constrained(name: str):
     schema = {"type": "object", "properties": {"a=<b>": TEXT}}
     is_written = Notation(name, schema).grammar is not None
     assert is_written == (name not in ("qwen3_coder", "glm45", "pythonic", "lfm2"))
@@ -360,9 +360,7 @@ def _object(two: tuple[Typed, Typed]) -> Typed:
 
 
 @given(st.sampled_from(sorted(WRITE)), st.recursive(PLAIN, _nested, max_leaves=4), st.booleans())
-def test_any_value_of_any_schema_is_written_and_read(
-    name: str, typed: Typed, is_nullable: bool
-) -> None:
+def test_any_value_of_any_schema_is_written_and_read(name: str, typed: Typed, is_nullable: bool):
     schema, value = typed
     if is_nullable:
         schema = {"anyOf": [schema, {"type": "null"}]}

@@ -156,11 +156,6 @@ def test_a_continued_message_ends_before_what_the_caller_did_not_write():
     assert text == "a;;b"
 
 
-def test_no_messages_are_an_invalid_request():
-    with pytest.raises(InvalidRequestError, match="empty"):
-        ChatTemplate("x", {}).render([])
-
-
 def test_a_template_sees_copies_and_no_objects():
     class Sneaky(str):
         def leak(self) -> str:
@@ -173,45 +168,52 @@ def test_a_template_sees_copies_and_no_objects():
     assert template.render(messages) == "hiFalse"
 
 
-@pytest.mark.parametrize("content", [object(), b"bytes", {1, 2}, SimpleNamespace(a=1)])
-def test_what_is_no_json_is_an_invalid_request(content: object):
-    with pytest.raises(InvalidRequestError, match="hold a") as raised:
-        ChatTemplate("x", {}).render([{"role": "user", "content": content}])
-    assert raised.value.param == "messages"
+CIRCULAR: list[Any] = []
+CIRCULAR.append(CIRCULAR)
 
 
-def test_messages_that_are_no_objects_are_an_invalid_request():
-    with pytest.raises(InvalidRequestError, match="must be an object"):
-        ChatTemplate("x", {}).render(["hi"])  # pyright: ignore[reportArgumentType]
-
-
-def test_messages_nested_without_end_are_an_invalid_request():
-    content: list[Any] = []
-    content.append(content)
-    with pytest.raises(InvalidRequestError, match="nested"):
-        ChatTemplate("x", {}).render([{"role": "user", "content": content}])
-
-
-def test_a_templates_own_refusal_is_an_invalid_request():
-    source = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(InvalidRequestError, match="roles must alternate") as raised:
-        render(source)
+@pytest.mark.parametrize(
+    ("source", "messages", "problem"),
+    [
+        ("x", [], "empty"),
+        ("x", ["hi"], "must be an object"),
+        *(
+            ("x", [{"role": "user", "content": each}], "hold a")
+            for each in (object(), b"bytes", {1, 2}, SimpleNamespace(a=1))
+        ),
+        ("x", [{"role": "user", "content": CIRCULAR}], "nested"),
+        ("{{ raise_exception('roles must alternate') }}", MESSAGES, "roles must alternate"),
+        *(
+            (each, MESSAGES, "fails on these messages")
+            for each in (
+                *("{{ nothing.at.all }}", "{{ 1 + 'a' }}", "{{ messages[9].x }}"),
+                "{% include 'x' %}",
+            )
+        ),
+    ],
+)
+def test_messages_that_cannot_be_rendered_are_an_invalid_request(
+    source: str, messages: list[Any], problem: str
+):
+    with pytest.raises(InvalidRequestError, match=problem) as raised:
+        ChatTemplate(source, {}).render(messages)
     assert raised.value.param == "messages"
 
 
 @pytest.mark.parametrize(
-    "source", ["{{ nothing.at.all }}", "{{ 1 + 'a' }}", "{{ messages[9].x }}", "{% include 'x' %}"]
+    ("source", "problem"),
+    [
+        *(
+            (each, "chat template")
+            for each in ("{% for %}", "{{ a", "{% endif %}", "{{ a | nofilter }}", "{% break %}")
+        ),
+        ("{{ }}", "chat template"),
+        ("x" * (MAX_TEMPLATE_CHARS + 1), "characters"),
+    ],
+    ids=lambda value: value[:20],
 )
-def test_a_template_that_fails_is_an_invalid_request(source: str):
-    with pytest.raises(InvalidRequestError, match="fails on these messages"):
-        render(source)
-
-
-@pytest.mark.parametrize(
-    "source", ["{% for %}", "{{ a", "{% endif %}", "{{ a | nofilter }}", "{% break %}", "{{ }}"]
-)
-def test_a_template_that_is_not_valid_is_a_checkpoint_error(source: str):
-    with pytest.raises(CheckpointError, match="chat template"):
+def test_a_template_that_is_not_valid_is_a_checkpoint_error(source: str, problem: str):
+    with pytest.raises(CheckpointError, match=problem):
         ChatTemplate(source, {})
 
 
@@ -222,11 +224,6 @@ def test_a_template_that_nests_too_deep_is_an_error_or_text(source: str):
     except CheckpointError:
         return
     assert source.startswith("((")
-
-
-def test_a_template_over_the_cap_is_refused():
-    with pytest.raises(CheckpointError, match="characters"):
-        ChatTemplate("x" * (MAX_TEMPLATE_CHARS + 1), {})
 
 
 ESCAPES = [

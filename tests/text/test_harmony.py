@@ -32,7 +32,7 @@ from cadenza.text.schemas.grammar import check_grammar
 from cadenza.text.tokens.stop import StopMatcher
 from tests.text.marked_tokenizers import marked_source, with_marks
 from tests.text.parts import Joined, joined
-from tests.text.walks import allowed_ids
+from tests.text.walks import Judge, allowed_ids
 
 TEMPLATE = (Path(__file__).parents[1] / "oracle/templates/channels.jinja").read_text()
 PLAN = PartPlan(
@@ -106,9 +106,7 @@ CASES: list[tuple[str, Joined]] = [
 
 
 @pytest.mark.parametrize(("text", "expected"), CASES)
-def test_an_answer_has_the_parts_of_its_messages_however_it_is_cut(
-    text: str, expected: Joined
-) -> None:
+def test_an_answer_has_the_parts_of_its_messages_however_it_is_cut(text: str, expected: Joined):
     assert parse(PLAN, text) == expected
     assert parse(PLAN, *text) == expected
     for first, second in itertools.combinations(range(len(text) + 1), 2):
@@ -131,7 +129,7 @@ PIECES = st.lists(
 )
 def test_any_answer_has_the_same_parts_however_it_is_cut(
     text: str, begun: str, data: st.DataObject
-) -> None:
+):
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
     pieces = [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]
     whole = parse(PLAN, text, begun=begun)
@@ -139,13 +137,13 @@ def test_any_answer_has_the_same_parts_however_it_is_cut(
     assert parse(PLAN, *text, begun=begun) == whole
 
 
-def test_without_tools_a_call_is_content_and_without_a_parser_reasoning_is() -> None:
+def test_without_tools_a_call_is_content_and_without_a_parser_reasoning_is():
     text = f"{ANALYSIS}a{NEXT}{CALL}{{}}<|call|>"
     assert parse(PartPlan(reasoning=PLAN.reasoning), text) == [thought("a"), told("{}")]
     assert parse(PartPlan(tools=HARMONY), text) == [told("a"), called("{}")]
 
 
-def test_a_header_without_an_end_is_content_at_its_bound() -> None:
+def test_a_header_without_an_end_is_content_at_its_bound():
     text = "<|channel|>" + "x" * MAX_HEADER_CHARS
     parser = HarmonyParser(PLAN)
     assert joined([*parser.push(text)]) == [told(text)]
@@ -163,15 +161,13 @@ def test_a_header_without_an_end_is_content_at_its_bound() -> None:
         ("no marks", "so", [told("so")]),
     ],
 )
-def test_an_answer_goes_on_where_the_prompt_ends(
-    prompt: str, answer: str, expected: Joined
-) -> None:
+def test_an_answer_goes_on_where_the_prompt_ends(prompt: str, answer: str, expected: Joined):
     begun = tail_of("<|start|>user<|message|>x<|end|>" + prompt)
     assert parse(PLAN, answer, begun=begun) == expected
     assert parse(PLAN, *answer, begun=begun) == expected
 
 
-def test_what_is_thought_counts_as_reasoning_token_by_token() -> None:
+def test_what_is_thought_counts_as_reasoning_token_by_token():
     parser, counted = HarmonyParser(PLAN), []
     for piece in ("<|channel|>", "analysis", "<|message|>", "a", "<|end|>", "<|start|>"):
         parser.push(piece)
@@ -180,7 +176,7 @@ def test_what_is_thought_counts_as_reasoning_token_by_token() -> None:
 
 
 @pytest.mark.parametrize("stop", ["STOP", "P", "\n"])
-def test_a_stop_string_acts_in_each_message_of_content_only(stop: str) -> None:
+def test_a_stop_string_acts_in_each_message_of_content_only(stop: str):
     preamble = "<|channel|>commentary<|message|>"
     text = f"{ANALYSIS}STOP\n{NEXT}{preamble}ST{NEXT}{FINAL}OP and STOP\nmore<|return|>"
     shown: list[Any] = []
@@ -224,6 +220,11 @@ def compiler(tokenizer: Tokenizer) -> Iterator[ConstraintCompiler]:
     made.close()
 
 
+@pytest.fixture(scope="module")
+def judge(tokenizer: Tokenizer, compiler: ConstraintCompiler) -> Judge:
+    return Judge(tokenizer, compiler)
+
+
 def plan_of(
     tokenizer: Tokenizer,
     use: ToolUse | None = None,
@@ -249,11 +250,11 @@ def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
     return with_marks(tokenizer, text)
 
 
-def takes(tokenizer: Tokenizer, compiler: ConstraintCompiler, plan: AnswerPlan, text: str) -> bool:
+def takes(judge: Judge, plan: AnswerPlan, text: str) -> bool:
     """Whether an answer may be a text, to its last token."""
-    constraint = constraint_of(compiler, plan)
-    for token_id in ids_of(tokenizer, text):
-        if token_id not in allowed_ids(constraint, tokenizer.vocab_size):
+    constraint = constraint_of(judge.compiler, plan)
+    for token_id in ids_of(judge.tokenizer, text):
+        if token_id not in allowed_ids(constraint, judge.tokenizer.vocab_size):
             return False
         constraint.accept(token_id)
     return constraint.is_complete
@@ -262,79 +263,71 @@ def takes(tokenizer: Tokenizer, compiler: ConstraintCompiler, plan: AnswerPlan, 
 FORM = 'start: "[" /[0-9]{2}/ "]"'
 
 
-def test_a_form_is_that_of_the_final_channel_behind_any_thinking(
-    tokenizer: Tokenizer, compiler: ConstraintCompiler
-) -> None:
-    plan = plan_of(tokenizer, form=FORM)
+def test_a_form_is_that_of_the_final_channel_behind_any_thinking(judge: Judge):
+    plan = plan_of(judge.tokenizer, form=FORM)
     assert plan.shows_special_tokens
     for text in (f"{FINAL}[12]", f"{ANALYSIS}Any [text]\n{NEXT}{FINAL}[34]"):
-        assert takes(tokenizer, compiler, plan, text), text
+        assert takes(judge, plan, text), text
     for text in ("[12]", f"{FINAL}12", f"{ANALYSIS}x<|return|>", f"{CALL}{{}}"):
-        assert not takes(tokenizer, compiler, plan, text), text
-    going_on = plan_of(tokenizer, form=FORM, prompt=f"{PROMPT}{FINAL}")
-    assert takes(tokenizer, compiler, going_on, "[12]")
-    thinking = plan_of(tokenizer, form=FORM, prompt=f"{PROMPT}{ANALYSIS}I")
-    assert takes(tokenizer, compiler, thinking, f" see{NEXT}{FINAL}[12]")
-    assert not takes(tokenizer, compiler, thinking, f"{NEXT}[12]")
+        assert not takes(judge, plan, text), text
+    going_on = plan_of(judge.tokenizer, form=FORM, prompt=f"{PROMPT}{FINAL}")
+    assert takes(judge, going_on, "[12]")
+    thinking = plan_of(judge.tokenizer, form=FORM, prompt=f"{PROMPT}{ANALYSIS}I")
+    assert takes(judge, thinking, f" see{NEXT}{FINAL}[12]")
+    assert not takes(judge, thinking, f"{NEXT}[12]")
 
 
 @pytest.mark.parametrize("named", [None, "f"])
-def test_a_required_call_is_one_message_of_a_functions_schema(
-    tokenizer: Tokenizer, compiler: ConstraintCompiler, named: str | None
-) -> None:
+def test_a_required_call_is_one_message_of_a_functions_schema(judge: Judge, named: str | None):
     use = ToolUse(tools=TOOLS, choice="required", named=named)
-    plan = plan_of(tokenizer, use)
+    plan = plan_of(judge.tokenizer, use)
     other = " to=functions.f<|channel|>commentary json<|message|>"
     for text in (f'{CALL}{{"city": "Oslo"}}', f'{ANALYSIS}so{NEXT}{other}{{"city": ""}}'):
-        assert takes(tokenizer, compiler, plan, text), text
+        assert takes(judge, plan, text), text
     now = f"{CALL}{{}}".replace(".f ", ".now ")
-    assert takes(tokenizer, compiler, plan, now) == (named is None)
+    assert takes(judge, plan, now) == (named is None)
     for text in (f"{FINAL}no", f'{CALL}{{"city": "Trondheim"}}', f"{ANALYSIS}a{NEXT}{FINAL}"):
-        assert not takes(tokenizer, compiler, plan, text), text
+        assert not takes(judge, plan, text), text
     assert plan.make_parser is not None
     for seed in range(6):
-        constraint, rng = constraint_of(compiler, plan), random.Random(seed)
-        ids = ids_of(tokenizer, f"{ANALYSIS}so{NEXT}")
+        constraint, rng = constraint_of(judge.compiler, plan), random.Random(seed)
+        ids = ids_of(judge.tokenizer, f"{ANALYSIS}so{NEXT}")
         for token_id in ids:
             constraint.accept(token_id)
         while not constraint.is_complete and len(ids) < 300:
-            allowed = allowed_ids(constraint, tokenizer.vocab_size)
+            allowed = allowed_ids(constraint, judge.tokenizer.vocab_size)
             # No further thinking, whose texts are of any length.
-            calm = [each for each in allowed if each not in ids_of(tokenizer, "analysis")]
+            calm = [each for each in allowed if each not in ids_of(judge.tokenizer, "analysis")]
             ids.append(rng.choice(calm or allowed))
             constraint.accept(ids[-1])
         parser = plan.make_parser()
-        answer = tokenizer.decode(ids, skip_special_tokens=False)
+        answer = judge.tokenizer.decode(ids, skip_special_tokens=False)
         _, (kind, name, arguments) = joined([*parser.push(answer), *parser.flush()])
         assert kind == "tool_call", answer
         found = json.loads(arguments)
         assert found == {} if name == "now" else jsonschema_rs.is_valid(CITY, found)
 
 
-def test_a_form_beside_tools_is_the_answer_unless_it_is_a_call(
-    tokenizer: Tokenizer, compiler: ConstraintCompiler
-) -> None:
-    plan = plan_of(tokenizer, ToolUse(tools=TOOLS), form=FORM)
+def test_a_form_beside_tools_is_the_answer_unless_it_is_a_call(judge: Judge):
+    plan = plan_of(judge.tokenizer, ToolUse(tools=TOOLS), form=FORM)
     for text in (f"{FINAL}[12]", f'{ANALYSIS}x{NEXT}{CALL}{{"city": "a"}}'):
-        assert takes(tokenizer, compiler, plan, text), text
-    assert not takes(tokenizer, compiler, plan, f"{FINAL}text")
+        assert takes(judge, plan, text), text
+    assert not takes(judge, plan, f"{FINAL}text")
 
 
-def test_a_strict_tool_is_called_as_its_schema_says_or_not_at_all(
-    tokenizer: Tokenizer, compiler: ConstraintCompiler
-) -> None:
+def test_a_strict_tool_is_called_as_its_schema_says_or_not_at_all(judge: Judge):
     strict = (Tool(name="f", parameters={**CITY, "required": ["city", "n"]}, is_strict=True),)
-    plan = plan_of(tokenizer, ToolUse(tools=strict))
+    plan = plan_of(judge.tokenizer, ToolUse(tools=strict))
     told_first = f"<|channel|>commentary<|message|>I look.{NEXT}"
     for text in (f'{CALL}{{"city": "a", "n": 1}}', f'{told_first}{CALL}{{"city": "a", "n": 2}}'):
-        assert takes(tokenizer, compiler, plan, text), text
-    assert not takes(tokenizer, compiler, plan, f'{CALL}{{"city": "a", "n": 3}}')
-    final = constraint_of(compiler, plan)
-    for token_id in ids_of(tokenizer, f"{FINAL}Any text."):
+        assert takes(judge, plan, text), text
+    assert not takes(judge, plan, f'{CALL}{{"city": "a", "n": 3}}')
+    final = constraint_of(judge.compiler, plan)
+    for token_id in ids_of(judge.tokenizer, f"{FINAL}Any text."):
         final.accept(token_id)
-    end = tokenizer.added_tokens["<|return|>"]
+    end = judge.tokenizer.added_tokens["<|return|>"]
     assert not final.has_failed
-    assert end in allowed_ids(final, tokenizer.vocab_size)
+    assert end in allowed_ids(final, judge.tokenizer.vocab_size)
 
 
 @pytest.mark.parametrize(
@@ -346,37 +339,33 @@ def test_a_strict_tool_is_called_as_its_schema_says_or_not_at_all(
         " to=functions.",
     ],
 )
-def test_a_call_that_begins_is_one_of_a_function(
-    tokenizer: Tokenizer, compiler: ConstraintCompiler, beginning: str
-) -> None:
-    plan = plan_of(tokenizer, ToolUse(tools=TOOLS))
-    constraint = constraint_of(compiler, plan)
-    for place, token_id in enumerate(ids_of(tokenizer, beginning)):
+def test_a_call_that_begins_is_one_of_a_function(judge: Judge, beginning: str):
+    plan = plan_of(judge.tokenizer, ToolUse(tools=TOOLS))
+    constraint = constraint_of(judge.compiler, plan)
+    for place, token_id in enumerate(ids_of(judge.tokenizer, beginning)):
         free = all(byte == 0xFF for byte in constraint.allowed())
-        assert free, tokenizer.decode(ids_of(tokenizer, beginning)[:place])
+        assert free, judge.tokenizer.decode(ids_of(judge.tokenizer, beginning)[:place])
         constraint.accept(token_id)
-    allowed = allowed_ids(constraint, tokenizer.vocab_size)
-    assert tokenizer.id_of("f") in allowed
-    assert tokenizer.id_of("g") not in allowed
+    allowed = allowed_ids(constraint, judge.tokenizer.vocab_size)
+    assert judge.tokenizer.id_of("f") in allowed
+    assert judge.tokenizer.id_of("g") not in allowed
     rest = "f" + CALL.partition(".f")[2] if "commentary" in beginning else None
     rest = rest or "f<|channel|>commentary json<|message|>"
-    for token_id in ids_of(tokenizer, f'{rest}{{"city": "a", "n": 1}}'):
-        assert token_id in allowed_ids(constraint, tokenizer.vocab_size), rest
+    for token_id in ids_of(judge.tokenizer, f'{rest}{{"city": "a", "n": 1}}'):
+        assert token_id in allowed_ids(constraint, judge.tokenizer.vocab_size), rest
         constraint.accept(token_id)
     assert all(byte == 0xFF for byte in constraint.allowed())
 
 
-def test_thinking_is_bounded_in_analysis_and_content_is_not(
-    tokenizer: Tokenizer, compiler: ConstraintCompiler
-) -> None:
-    plan = plan_of(tokenizer, max_thinking=3)
-    end = tokenizer.added_tokens["<|end|>"]
+def test_thinking_is_bounded_in_analysis_and_content_is_not(judge: Judge):
+    plan = plan_of(judge.tokenizer, max_thinking=3)
+    end = judge.tokenizer.added_tokens["<|end|>"]
 
     def forced_after(text: str) -> bool:
-        constraint = constraint_of(compiler, plan)
-        for token_id in ids_of(tokenizer, text):
+        constraint = constraint_of(judge.compiler, plan)
+        for token_id in ids_of(judge.tokenizer, text):
             constraint.accept(token_id)
-        return allowed_ids(constraint, tokenizer.vocab_size) == [end]
+        return allowed_ids(constraint, judge.tokenizer.vocab_size) == [end]
 
     assert not forced_after(f"{ANALYSIS}a b")
     assert forced_after(f"{ANALYSIS}a b c")
@@ -386,7 +375,7 @@ def test_thinking_is_bounded_in_analysis_and_content_is_not(
     assert not forced_after("<|channel|>commentary<|message|>a b c d e")
 
 
-def test_a_template_with_channels_shows_the_format(tokenizer: Tokenizer) -> None:
+def test_a_template_with_channels_shows_the_format(tokenizer: Tokenizer):
     planner = AnswerPlanner(TEMPLATE, tokenizer, AnswerParsers())
     assert planner.format_names == ("harmony", "harmony")
     named = AnswerParsers(reasoning="gpt_oss", tool_calls="openai")
@@ -408,18 +397,16 @@ CUSTOM = Tool(
 
 
 @pytest.mark.parametrize("choice", ["auto", "required"])
-def test_a_custom_tools_text_is_of_its_grammar(
-    tokenizer: Tokenizer, compiler: ConstraintCompiler, choice: Any
-) -> None:
-    plan = plan_of(tokenizer, ToolUse(tools=(CUSTOM,), choice=choice))
+def test_a_custom_tools_text_is_of_its_grammar(judge: Judge, choice: Any):
+    plan = plan_of(judge.tokenizer, ToolUse(tools=(CUSTOM,), choice=choice))
     assert plan.constraint is not None
     assert plan.constraint.is_needed
     header = CALL.replace(".f ", ".patch ")
     for text, is_taken in (('{"input": "+a<\\"b\\n"}', True), ('{"input": "a"}', False)):
-        constraint = constraint_of(compiler, plan)
+        constraint = constraint_of(judge.compiler, plan)
         taken: list[bool] = []
-        for token_id in ids_of(tokenizer, header + text):
-            taken.append(token_id in allowed_ids(constraint, tokenizer.vocab_size))
+        for token_id in ids_of(judge.tokenizer, header + text):
+            taken.append(token_id in allowed_ids(constraint, judge.tokenizer.vocab_size))
             if not taken[-1]:
                 break
             constraint.accept(token_id)

@@ -54,7 +54,7 @@ END = "<|start|>assistant"
 @pytest.mark.parametrize("ids", [("1", "2"), (None, None)])
 def test_calls_of_one_turn_are_messages_with_their_results_behind_them(
     text: TextFrontend, ids: tuple[str | None, str | None]
-) -> None:
+):
     first, second = ids
     results = [result("a", first), result("b", second)]
     if first is not None:
@@ -65,7 +65,7 @@ def test_calls_of_one_turn_are_messages_with_their_results_behind_them(
     assert rendered(text, [USER, calls, *results]) == ASKED + shown + END
 
 
-def test_a_thought_stays_until_an_answer_follows_it(text: TextFrontend) -> None:
+def test_a_thought_stays_until_an_answer_follows_it(text: TextFrontend):
     begun = [USER, turn(call("f", "1"), reasoning_content="Look."), result("a", "1")]
     answer = {"role": "assistant", "content": "Sun.", "reasoning_content": "It is a."}
     called = CALL.format("f") + RESULT.format("f", "a")
@@ -75,7 +75,7 @@ def test_a_thought_stays_until_an_answer_follows_it(text: TextFrontend) -> None:
     assert whole == f"{ASKED}{called}{final}{ASKED}{END}"
 
 
-def test_text_beside_a_call_follows_its_reasoning(text: TextFrontend) -> None:
+def test_text_beside_a_call_follows_its_reasoning(text: TextFrontend):
     both = turn(call("f", "1"), reasoning_content="Look.", content="I look.")
     assert f"{ANALYSIS}Look.\n\nI look.<|end|>" in rendered(text, [USER, both])
     told = turn(call("f", "1"), content="I look.")
@@ -103,7 +103,7 @@ LEAKED: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize(("content", "members"), LEAKED)
 def test_a_text_with_headers_is_what_they_say(
     text: TextFrontend, content: str, members: dict[str, Any]
-) -> None:
+):
     """As a server that does not know the format leaves them in an answer, and a client sends it."""
     (made,) = harmony_messages([{"role": "assistant", "content": content}])
     meant = {"role": "assistant", "content": "Sun.", **members}
@@ -116,7 +116,7 @@ def test_a_text_with_headers_is_what_they_say(
     assert shown.startswith(begun) or "tool_calls" in members
 
 
-def test_a_thought_with_headers_is_its_texts(text: TextFrontend) -> None:
+def test_a_thought_with_headers_is_its_texts(text: TextFrontend):
     thought = f"I look.{THOUGHT}<|end|>{FINAL}Sun."
     given = turn(call("f", "1"), reasoning=thought, content=f"{THOUGHT}<|end|>")
     (made,) = harmony_messages([given])
@@ -126,21 +126,21 @@ def test_a_thought_with_headers_is_its_texts(text: TextFrontend) -> None:
 
 
 @pytest.mark.parametrize("content", ["<|channel|> begins a header", "a <|message|> b<|end|>", None])
-def test_marks_without_a_header_stay_as_they_are(content: str | None) -> None:
+def test_marks_without_a_header_stay_as_they_are(content: str | None):
     given = {"role": "assistant", "content": content or ""}
     assert harmony_messages([given]) == [given]
     user = {"role": "user", "content": f"{THOUGHT} {content}"}
     assert harmony_messages([user]) == [user]
 
 
-def test_no_system_text_is_passed_over(text: TextFrontend) -> None:
+def test_no_system_text_is_passed_over(text: TextFrontend):
     system, developer = ({"role": role, "content": role} for role in ("system", "developer"))
     shown = rendered(text, [system, developer, USER, {**system, "content": "Be brief."}])
     assert shown.startswith("<|start|>developer<|message|># Words\n\nsystem\n\ndeveloper")
     assert "Which weather?\n\nBe brief.<|end|>" in shown
 
 
-def test_every_turn_begins_with_the_one_before(text: TextFrontend) -> None:
+def test_every_turn_begins_with_the_one_before(text: TextFrontend):
     messages = [
         USER,
         turn(call("f", "1"), call("g", "2"), reasoning="Both."),
@@ -165,7 +165,7 @@ def test_every_turn_begins_with_the_one_before(text: TextFrontend) -> None:
         [turn("odd", {"id": 5}), result("a", "5"), result("b")],
     ],
 )
-def test_no_call_no_result_and_no_text_is_lost(given: list[dict[str, Any]]) -> None:
+def test_no_call_no_result_and_no_text_is_lost(given: list[dict[str, Any]]):
     made = harmony_messages(given)
 
     def of(messages: list[dict[str, Any]], key: str) -> list[Any]:
@@ -179,7 +179,7 @@ def test_no_call_no_result_and_no_text_is_lost(given: list[dict[str, Any]]) -> N
     assert harmony_messages(made) == made
 
 
-def test_a_result_without_a_call_is_told_by_the_user(text: TextFrontend) -> None:
+def test_a_result_without_a_call_is_told_by_the_user(text: TextFrontend):
     """As a history has it that was cut."""
     named = {**result("a", "1"), "name": "f"}
     answer = {"role": "assistant", "content": "Sun."}
@@ -192,14 +192,14 @@ def test_a_result_without_a_call_is_told_by_the_user(text: TextFrontend) -> None
     assert RESULT.format("f", "a") in rendered(text, called)
 
 
-def test_a_function_without_a_description_is_rendered(text: TextFrontend) -> None:
+def test_a_function_without_a_description_is_rendered(text: TextFrontend):
     tools = [{"type": "function", "function": {"name": "now", "parameters": None}}]
     assert "// \ntype now" in text.render_chat(ChatPrompt(messages=[USER], tools=tools))[0]
     odd: list[Any] = [{"type": "function"}]
     assert harmony_tools(odd) == odd
 
 
-def test_strict_messages_are_rendered_alike() -> None:
+def test_strict_messages_are_rendered_alike():
     """What the template would pass over is rendered, whether or not it refuses it."""
     checkpoint = marked_checkpoint(HARMONY_MARKS, TEMPLATE)
     strict = TextFrontend(checkpoint, parsers=AnswerParsers(strict_messages=True))
@@ -209,7 +209,7 @@ def test_strict_messages_are_rendered_alike() -> None:
 
 def test_an_offline_answer_is_split_into_parts_and_its_form_is_that_of_the_final_channel(
     text: TextFrontend,
-) -> None:
+):
     form = StructuredOutput(regex="[0-9]+")
     params = SamplingParams(structured=form)
     tools = [{"type": "function", "function": {"name": "f"}}]
@@ -237,7 +237,7 @@ ODD: tuple[Any, ...] = (
 
 
 @pytest.mark.parametrize("name", ["channels", "listed_tools", "responses"])
-def test_odd_messages_are_rendered_or_refused_by_name(name: str) -> None:
+def test_odd_messages_are_rendered_or_refused_by_name(name: str):
     folder = Path(__file__).parents[1] / "oracle/templates"
     template = "{% for m in messages %}{{ m.tool_responses }}{{ m.content }}{% endfor %}{{ tools }}"
     if name != "responses":

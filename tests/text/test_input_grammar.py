@@ -59,14 +59,14 @@ def regex(definition: str) -> InputGrammar:
 
 
 @pytest.mark.parametrize("escapes", [PLAIN, TAGGED])
-def test_a_patch_grammar_allows_patches_alone(escapes: Escapes) -> None:
+def test_a_patch_grammar_allows_patches_alone(escapes: Escapes):
     assert is_allowed(lark(EDIT), PATCH, escapes)
     assert is_allowed(lark(EDIT), PATCH.removesuffix("\n"), escapes)
     for wrong in (PATCH[:-3], PATCH.replace("-a", "a"), PATCH.replace("@@ d", "@@d")):
         assert not is_allowed(lark(EDIT), wrong, escapes)
 
 
-def test_a_text_of_tagged_notations_has_no_tag() -> None:
+def test_a_text_of_tagged_notations_has_no_tag():
     assert "<" not in TAGGED.text(PATCH)
 
 
@@ -86,7 +86,7 @@ ALPHABET = 'aAbBx1/"\\\n\t<>[]|\x01\x1f \x7fé'
 
 @pytest.mark.parametrize("pattern", EXPRESSIONS)
 @pytest.mark.parametrize("escapes", [PLAIN, TAGGED])
-def test_an_expression_allows_the_texts_that_it_matches(pattern: str, escapes: Escapes) -> None:
+def test_an_expression_allows_the_texts_that_it_matches(pattern: str, escapes: Escapes):
     rng = random.Random(7)
     texts = ["".join(rng.choices(ALPHABET, k=rng.randrange(4))) for _ in range(80)]
     texts += [
@@ -147,7 +147,7 @@ def _accepted(grammar: str, texts: Sequence[str]) -> list[bool]:
 )
 def test_rules_allow_the_texts_that_they_are_of(
     definition: str, right: Sequence[str], wrong: Sequence[str]
-) -> None:
+):
     grammar = lark(definition)
     for escapes in (PLAIN, TAGGED):
         assert [is_allowed(grammar, text, escapes) for text in right] == [True] * len(right)
@@ -168,6 +168,6 @@ def test_rules_allow_the_texts_that_they_are_of(
 )
 def test_a_grammar_that_cannot_be_followed_is_refused_by_what_it_uses(
     definition: str, problem: str
-) -> None:
+):
     with pytest.raises(InvalidRequestError, match=re.escape(problem)):
         lark(definition).written(check_grammar, PLAIN)

@@ -268,7 +268,7 @@ CASES: list[tuple[str, str, list[tuple[str, str | None, str]]]] = [
 @pytest.mark.parametrize(("name", "text", "expected"), CASES)
 def test_a_call_that_can_be_read_is_a_call_however_it_is_cut(
     name: str, text: str, expected: Joined
-) -> None:
+):
     plan = plan_of(name)
     assert parse(plan, text) == expected
     assert parse(plan, *text) == expected
@@ -302,7 +302,7 @@ def thought(text: str) -> tuple[str, None, str]:
     ],
     ids=str,
 )
-def test_a_call_within_reasoning_counts_if_nothing_follows_it(text: str, expected: Joined) -> None:
+def test_a_call_within_reasoning_counts_if_nothing_follows_it(text: str, expected: Joined):
     plan = plan_of("hermes", reasoning=REASONING_FORMATS["think"], begins_in_reasoning=True)
     assert parse(plan, text) == expected
     assert parse(plan, *text) == expected
@@ -310,7 +310,7 @@ def test_a_call_within_reasoning_counts_if_nothing_follows_it(text: str, expecte
         assert parse(plan, text[:place], text[place:]) == expected
 
 
-def test_what_may_be_a_call_within_reasoning_is_held_back_up_to_a_bound() -> None:
+def test_what_may_be_a_call_within_reasoning_is_held_back_up_to_a_bound():
     plan = plan_of("hermes", reasoning=REASONING_FORMATS["think"], begins_in_reasoning=True)
     text = "<tool_call>" + "x" * (1 << 17)
     assert parse(plan, text, "</think>so") == [thought(text), told("so")]
@@ -332,7 +332,7 @@ NAMES = ("generic", *TOOL_FORMATS)
 @given(st.sampled_from(NAMES), st.sampled_from([None, False, True]), TEXTS, st.data())
 def test_any_answer_has_the_same_parts_however_it_is_cut(
     name: str, begins: bool | None, text: str, data: st.DataObject
-) -> None:
+):
     marks = "gemma4" if name == "gemma4" else "think"
     thinking = None if begins is None else REASONING_FORMATS[marks]
     plan = plan_of(name, reasoning=thinking, begins_in_reasoning=bool(begins))
@@ -344,7 +344,7 @@ def test_any_answer_has_the_same_parts_however_it_is_cut(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_hostile_answers_are_read_in_bounded_time(name: str) -> None:
+def test_hostile_answers_are_read_in_bounded_time(name: str):
     """Many beginnings of calls, none of which is one."""
     for piece in ('{"type": ', '{"name": "f", "arguments": ', "<tool_call>", "[f(", "```", "[{"):
         text = piece * 2_000
@@ -367,11 +367,11 @@ def test_hostile_answers_are_read_in_bounded_time(name: str) -> None:
         ('{"a": "\\\n"', '{"a": "\\\n"}'),
     ],
 )
-def test_json_is_closed_where_few_brackets_are_missing(text: str, whole: str | None) -> None:
+def test_json_is_closed_where_few_brackets_are_missing(text: str, whole: str | None):
     assert closed(text, most=2) == whole
 
 
-def test_a_template_shows_whether_its_calls_are_xml_or_json() -> None:
+def test_a_template_shows_whether_its_calls_are_xml_or_json():
     coder = "<tool_call>\n<function=example_function_name>\n<parameter=p>"
     assert format_shown_by(coder) == "qwen3_coder"
     assert format_shown_by('<tool_call>\n{"name": <function-name>, "arguments":') == "hermes"

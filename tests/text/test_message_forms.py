@@ -12,11 +12,20 @@ from hypothesis import strategies as st
 
 from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.errors import MessagesRefusedError
-from cadenza.frontend.answers import AnswerParsers
+from cadenza.frontend.answers import AnswerParsers, AnswerPlanner, AskedAnswer
 from cadenza.frontend.model_prompts import ChatPrompt
 from cadenza.frontend.text_frontend import TextFrontend
-from cadenza.text.templates.message_forms import other_forms
+from cadenza.structured import ThinkingBound
+from cadenza.text import Tokenizer
+from cadenza.text.schemas.grammar import check_grammar
+from cadenza.text.templates.message_forms import (
+    other_forms,
+    reads_responses_only,
+    stable_messages,
+    with_responses,
+)
 from tests.cli.harness import write_model
+from tests.text.marked_tokenizers import marked_checkpoint, marked_source
 
 _TURN = "<|{{ m.role }}|>{{ m.content }}"
 _CALLS = "{% for c in m.tool_calls or [] %}<call>{{ c.function.arguments | tojson }}{% endfor %}"
@@ -157,14 +166,14 @@ def rendered(face: TextFrontend, *messages: dict[str, Any]) -> str:
 )
 def test_a_conversation_is_rendered_as_given_or_in_the_first_form_that_is_taken(
     faces: dict[str, TextFrontend], template: str, messages: list[dict[str, Any]], text: str
-) -> None:
+):
     assert rendered(faces[template], *messages) == f"{text}<|assistant|>"
 
 
 @pytest.mark.parametrize("template", ["system first", "calls aside"])
 def test_the_prompt_of_a_turn_begins_with_that_of_the_turn_before(
     faces: dict[str, TextFrontend], template: str
-) -> None:
+):
     """A coding agent's: a system message behind each result of a call."""
     face = faces[template]
     conversation = [said("system", "rules"), said("user", "fix it"), said("system", "today")]
@@ -185,7 +194,7 @@ def test_the_prompt_of_a_turn_begins_with_that_of_the_turn_before(
 @given(
     roles=st.lists(st.sampled_from(["system", "user", "assistant", "tool"]), min_size=1, max_size=8)
 )
-def test_no_text_is_lost_or_moved_over_another_turn(roles: list[str]) -> None:
+def test_no_text_is_lost_or_moved_over_another_turn(roles: list[str]):
     messages = [said(role, f"text-{place}.") for place, role in enumerate(roles)]
     for form in other_forms(messages):
         texts = "".join(message["content"] for message in form.messages)
@@ -196,7 +205,7 @@ def test_no_text_is_lost_or_moved_over_another_turn(roles: list[str]) -> None:
 
 def test_each_form_is_logged_once_and_strict_messages_refuse_them_all(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+):
     folder = write_model(tmp_path / "strict")
     file = folder / "tokenizer_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": SYSTEM_FIRST}))
@@ -213,15 +222,155 @@ def test_each_form_is_logged_once_and_strict_messages_refuse_them_all(
 
 def test_a_conversation_that_no_form_of_is_taken_has_the_first_refusal(
     faces: dict[str, TextFrontend],
-) -> None:
+):
     messages = [said("user", "a"), said("assistant", "b"), said("tool", "r")]
     with pytest.raises(MessagesRefusedError, match="roles alternate"):
         rendered(faces["alternating"], *messages)
 
 
-def test_an_open_ending_stays_open_in_every_form(faces: dict[str, TextFrontend]) -> None:
+def test_an_open_ending_stays_open_in_every_form(faces: dict[str, TextFrontend]):
     messages = [said("user", "a"), said("system", "s"), said("assistant", "so")]
     kwargs = {"add_generation_prompt": False, "continue_final_message": True}
     for name in ("system first", "alternating", "calls aside"):
         text, _ = faces[name].render_chat(ChatPrompt(messages=messages, template_kwargs=kwargs))
         assert text.endswith("s<|end|><|assistant|>so"), name
+
+
+MOVING = [
+    "Today's date: 2026-01-02",
+    "- **Current date and time:** 2 January 2026, 10:31",
+    "The current time is 10:31:07",
+    "Date: 2/1/26",
+    "Token usage: 1200/200000; 198800 remaining",
+    "Turn 3 of 10",
+    "Session id: 7f3a",
+    "Current branch: main",
+    "gitStatus: at the start of the conversation\n M a.py\n?? b.py",
+    "Status:\n M a.py\n M b.py",
+    "Recent commits:\n1234567 fix",
+]
+STAYING = [
+    "Step 1: read the file.",
+    "Dates are written as 2026-01-02.",
+    "Date formats: any.",
+    "Time management matters in 2026.",
+    "Use git status before you commit.",
+    "Token limits apply.",
+    "Status: fine",
+]
+
+
+def conversation(line: str, *rest: dict[str, Any]) -> list[dict[str, Any]]:
+    system = {"role": "system", "content": f"You help.\n{line}\n\nBe brief."}
+    return [system, *(rest or ({"role": "user", "content": "Go."},))]
+
+
+@pytest.mark.parametrize("line", MOVING)
+def test_a_line_that_changes_stands_behind_the_newest_message(line: str):
+    system, user = stable_messages(conversation(line))
+    assert system["content"] == "You help.\n\nBe brief."
+    assert user == {"role": "user", "content": f"Go.\n\n{line}"}
+
+
+@pytest.mark.parametrize("line", STAYING)
+def test_other_lines_stay(line: str):
+    assert stable_messages(conversation(line)) == conversation(line)
+
+
+def test_a_billing_header_is_removed():
+    system, user = stable_messages(conversation("x-anthropic-billing-header: cch=5f2; v=1"))
+    assert (system["content"], user["content"]) == ("You help.\n\nBe brief.", "Go.")
+
+
+def test_only_leading_system_messages_change_and_the_given_ones_are_left_alone():
+    later = {"role": "system", "content": MOVING[0]}
+    user = {"role": "user", "content": MOVING[0]}
+    result = {"role": "tool", "content": [{"type": "text", "text": "done"}]}
+    given = conversation(MOVING[0], user, later, result)
+    found = stable_messages(given)
+    assert found[1:3] == [user, later]
+    text = {"type": "text", "text": f"\n\n{MOVING[0]}"}
+    assert found[3]["content"] == [*result["content"], text]
+    assert given == conversation(MOVING[0], user, later, result)
+
+
+def test_texts_among_parts_change_and_without_a_user_nothing_moves():
+    parts = [{"type": "text", "text": f"{MOVING[0]}\nBe brief."}]
+    system = {"role": "system", "content": parts}
+    first, _ = stable_messages([system, {"role": "user", "content": "Go."}])
+    assert first["content"] == [{"type": "text", "text": "Be brief."}]
+    assert stable_messages([system]) == [system]
+
+
+def test_prompts_of_two_days_share_all_up_to_the_newest_message():
+    """The prompt is that of the changed conversation, and the flag is off unless given."""
+    stable = TextFrontend(open_checkpoint(None), parsers=AnswerParsers(stable_prompts=True))
+    usual = TextFrontend(open_checkpoint(None))
+    first, second = (conversation(f"Date: 2026-01-0{day}") for day in (1, 2))
+    one, _ = stable.render_chat(ChatPrompt(messages=first))
+    assert one == usual.render_chat(ChatPrompt(messages=stable_messages(first)))[0]
+    assert (
+        one.replace("2026-01-01", "2026-01-02")
+        == stable.render_chat(ChatPrompt(messages=second))[0]
+    )
+    assert one.index("Go.") < one.index("2026-01-01")
+    assert (
+        usual.render_chat(ChatPrompt(messages=first))[0].index("2026-01-01")
+        < one.index("Be brief.") + 20
+    )
+
+
+TEMPLATE = (
+    "{% for m in messages %}<|turn>{{ m.role }}\n"
+    "{% for c in m.tool_calls or [] %}<|tool_call>{{ c.function.name }}<tool_call|>{% endfor %}"
+    "{% for r in m.tool_responses or [] %}<{{ r.name }}={{ r.response }}>{% endfor %}"
+    "{{ m.content }}<turn|>\n{% endfor %}{% if tools %}{% endif %}"
+)
+USER = {"role": "user", "content": "x"}
+
+
+def call(name: str, call_id: str | None) -> dict[str, Any]:
+    made: dict[str, Any] = {"type": "function", "function": {"name": name, "arguments": {}}}
+    return made if call_id is None else {"id": call_id, **made}
+
+
+def test_results_stand_in_the_message_with_the_calls():
+    text = TextFrontend(marked_checkpoint(("<|turn>", "<turn|>"), TEMPLATE))
+    turn = {"role": "assistant", "content": "", "tool_calls": [call("f", "1"), call("g", "2")]}
+    results = [
+        {"role": "tool", "tool_call_id": "2", "content": "b"},
+        {"role": "tool", "tool_call_id": "1", "name": "other", "content": "a"},
+        {"role": "tool", "name": "h", "content": None},
+    ]
+    prompt, _ = text.render_chat(ChatPrompt(messages=[USER, turn, *results]))
+    called = "<|tool_call>f<tool_call|><|tool_call>g<tool_call|>"
+    assert prompt.endswith(f"<|turn>assistant\n{called}<g=b><f=a><h=><turn|>\n")
+
+
+def test_a_result_without_a_call_before_it_stays_and_so_do_other_conversations():
+    orphan = {"role": "tool", "content": "a"}
+    assert with_responses([USER, orphan]) == [USER, orphan]
+    odd = {"role": "assistant", "tool_calls": "none"}
+    response = {"name": "unknown", "response": "a"}
+    assert with_responses([odd, orphan]) == [{**odd, "tool_responses": [response]}]
+    assert with_responses([]) == []
+
+
+def test_a_template_that_finds_results_by_their_ids_reads_them_itself():
+    assert reads_responses_only(TEMPLATE)
+    assert not reads_responses_only(TEMPLATE + "{{ m.tool_call_id }}")
+    assert not reads_responses_only("{{ messages }}")
+    assert open_checkpoint(None).chat_template is not None
+
+
+def test_a_bound_on_thinking_begins_with_the_channels_token():
+    source = marked_source(("<|channel>", "<channel|>"))
+    tokenizer = Tokenizer(source)
+    planner = AnswerPlanner("", tokenizer, AnswerParsers(reasoning="gemma4"))
+    asked, added = AskedAnswer(max_thinking=5), tokenizer.added_tokens
+    plan = planner.plan("<|turn>model\n", None, asked, check_grammar)
+    assert plan.constraint is not None
+    begin, end = added["<|channel>"], added["<channel|>"]
+    assert plan.constraint.thinking == ThinkingBound(begin=begin, end=end, max_tokens=5)
+    off = "<|turn>model\n<|channel>thought\n<channel|>"
+    assert planner.plan(off, None, asked, check_grammar).constraint is None

@@ -149,6 +149,6 @@ def test_a_template_shows_its_format():
         '[{"name": "f", "arguments": "{\\"a\\": Infinity}"}]',
     ],
 )
-def test_what_no_json_can_hold_is_no_call(text: str) -> None:
+def test_what_no_json_can_hold_is_no_call(text: str):
     assert read_objects(text, {}) is None
     assert read_pythonic("[f(a='\\ud800')]", {}) is None

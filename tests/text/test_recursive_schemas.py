@@ -8,13 +8,10 @@ from typing import Any
 import jsonschema_rs
 import pytest
 
-from cadenza.checkpoint.opening import open_checkpoint
-from cadenza.structured import ConstraintSpec, JsonStyle, StructuredOutput
-from cadenza.text.constraints.token_constraint import ConstraintCompiler, GrammarConstraint
+from cadenza.structured import JsonStyle, StructuredOutput
 from cadenza.text.schemas.grammar import ARGUMENTS_STYLE, DEFAULT_STYLE, check_grammar, read_form
 from cadenza.text.schemas.json_schema import MAX_LEVELS_CHARS
-from cadenza.text.tokens.tokenizer import Tokenizer
-from tests.text.walks import accepts, walk
+from tests.text.walks import Judge, walk
 
 EOS, VOCAB_SIZE = 0, 2560
 FEW = replace(DEFAULT_STYLE, max_depth=3)
@@ -40,30 +37,8 @@ LIST = node(n=required(v={"type": "integer"}, next={"anyOf": [NODE, NULL]}))
 PAIR = node(n=optional(a=OTHER, again=NODE), other=optional(b=NODE, more=OTHER))
 
 
-class Judge:
-    """Whether texts may be answers, token by token, on the bundled model's tokens."""
-
-    def __init__(self) -> None:
-        source = open_checkpoint(None).tokenizer_source
-        assert source is not None
-        self.tokenizer = Tokenizer(source)
-        self.compiler = ConstraintCompiler(source, vocab_size=VOCAB_SIZE, eos_token_ids=[EOS])
-
-    def constraint(self, schema: Any, style: JsonStyle) -> GrammarConstraint:
-        form = read_form(StructuredOutput(json=schema), style)
-        found = self.compiler.compile(ConstraintSpec(grammar=form.text)).result(60)
-        assert isinstance(found, GrammarConstraint)
-        return found
-
-    def allows(self, value: Any, schema: Any, style: JsonStyle = FEW) -> bool:
-        token_ids = self.tokenizer.encode(json.dumps(value), add_special_tokens=False)
-        constraint = self.constraint(schema, style)
-        return accepts(constraint, token_ids, vocab_size=VOCAB_SIZE, eos=EOS)
-
-
-@pytest.fixture(scope="module")
-def judge() -> Judge:
-    return Judge()
+def allows(judge: Judge, value: Any, schema: Any, style: JsonStyle = FEW) -> bool:
+    return judge.allows(json.dumps(value), read_form(StructuredOutput(json=schema), style).text)
 
 
 def linked(count: int) -> Any:
@@ -75,12 +50,12 @@ def linked(count: int) -> Any:
 
 
 def test_a_linked_list_has_16_nodes_at_most(judge: Judge):
-    assert judge.allows(linked(16), LIST, DEFAULT_STYLE)
-    assert not judge.allows(linked(17), LIST, DEFAULT_STYLE)
+    assert allows(judge, linked(16), LIST, DEFAULT_STYLE)
+    assert not allows(judge, linked(17), LIST, DEFAULT_STYLE)
 
 
 def test_tools_arguments_have_as_many_levels_as_the_model_likes(judge: Judge):
-    assert judge.allows(linked(40), LIST, ARGUMENTS_STYLE)
+    assert allows(judge, linked(40), LIST, ARGUMENTS_STYLE)
 
 
 @pytest.mark.parametrize(
@@ -128,28 +103,28 @@ def test_a_reference_is_so_many_levels_within_itself(
             text = around % text
         return json.loads(text)
 
-    deepest = max(count for count in range(6) if judge.allows(nested(count), schema))
+    deepest = max(count for count in range(6) if allows(judge, nested(count), schema))
     assert deepest in (2, 3), "of the innermost value alone, it depends on whether it is a level"
-    assert not judge.allows(nested(deepest + 1), schema)
-    assert not judge.allows(nested(deepest + 4), schema)
-    assert judge.allows(nested(deepest + 4), schema, ARGUMENTS_STYLE)
+    assert not allows(judge, nested(deepest + 1), schema)
+    assert not allows(judge, nested(deepest + 4), schema)
+    assert allows(judge, nested(deepest + 4), schema, ARGUMENTS_STYLE)
 
 
 def test_a_reference_is_narrowed_by_what_stands_beside_it(judge: Judge):
     small = {"$ref": "#/$defs/small", "maximum": 5}
     schema = node(n=required(v=small), small={"type": "integer", "minimum": 2})
-    assert judge.allows({"v": 5}, schema)
-    assert not judge.allows({"v": 6}, schema)
-    assert not judge.allows({"v": 1}, schema)
+    assert allows(judge, {"v": 5}, schema)
+    assert not allows(judge, {"v": 6}, schema)
+    assert not allows(judge, {"v": 1}, schema)
 
 
 def test_two_references_that_have_each_other_may_both_be_used(judge: Judge):
-    assert judge.allows({"a": {"b": {}, "more": {"b": {}}}, "again": {"a": {}}}, PAIR)
+    assert allows(judge, {"a": {"b": {}, "more": {"b": {}}}, "again": {"a": {}}}, PAIR)
 
 
 def test_what_stands_side_by_side_has_its_own_levels(judge: Judge):
     schema = node(n={"type": "array", "items": NODE})
-    assert judge.allows([[[], []], [[], []]], schema)
+    assert allows(judge, [[[], []], [[], []]], schema)
 
 
 def test_a_reference_that_no_text_satisfies_is_compiled_as_it_is():
@@ -199,17 +174,22 @@ def test_references_that_are_nested_hundreds_deep_are_no_fault_of_the_server():
 
 @pytest.mark.parametrize("schema", [LIST, PAIR], ids=["list", "pair"])
 def test_a_random_walk_ends_and_satisfies_the_schema(judge: Judge, schema: dict[str, Any]):
-    validator, style = jsonschema_rs.validator_for(schema), JsonStyle(max_string=3, max_depth=3)
+    validator, style = (
+        jsonschema_rs.validator_for(schema),
+        JsonStyle(max_string=3, max_depth=3, max_items=2),
+    )
     num_complete = 0
     for seed in range(8):
         walked = walk(
-            judge.constraint(schema, replace(style, max_items=2)),
+            judge.constraint(
+                read_form(StructuredOutput(json=schema), replace(style, max_items=2)).text
+            ),
             vocab_size=VOCAB_SIZE,
             eos=EOS,
             rng=random.Random(seed),
             max_tokens=400,
         )
         num_complete += walked.is_complete
-        text = judge.tokenizer.decode(walked.token_ids, skip_special_tokens=False)
+        text = judge.text(walked)
         assert not walked.is_complete or validator.is_valid(json.loads(text)), text
     assert num_complete > 4

@@ -9,14 +9,11 @@ from typing import Any
 import jsonschema_rs
 import pytest
 
-from cadenza.checkpoint.opening import open_checkpoint
-from cadenza.structured import ConstraintSpec, JsonStyle, StructuredOutput
-from cadenza.text.constraints.token_constraint import ConstraintCompiler, GrammarConstraint
+from cadenza.structured import JsonStyle, StructuredOutput
 from cadenza.text.schemas.grammar import ARGUMENTS_STYLE, DEFAULT_STYLE, read_form
 from cadenza.text.schemas.json_rules import EmptyRangeError, number_terminal
 from cadenza.text.schemas.json_schema import without_looking
-from cadenza.text.tokens.tokenizer import Tokenizer
-from tests.text.walks import accepts, walk
+from tests.text.walks import Judge, walk
 
 EOS, VOCAB_SIZE = 0, 2560
 NODE = {
@@ -35,30 +32,8 @@ NODE = {
 LONG = JsonStyle(max_string=5, max_items=3)
 
 
-class Judge:
-    """Whether texts may be answers, token by token, on the bundled model's tokens."""
-
-    def __init__(self) -> None:
-        source = open_checkpoint(None).tokenizer_source
-        assert source is not None
-        self.tokenizer = Tokenizer(source)
-        self.compiler = ConstraintCompiler(source, vocab_size=VOCAB_SIZE, eos_token_ids=[EOS])
-
-    def constraint(self, schema: Any, style: JsonStyle = DEFAULT_STYLE) -> GrammarConstraint:
-        form = read_form(StructuredOutput(json=schema), style)
-        found = self.compiler.compile(ConstraintSpec(grammar=form.text)).result(60)
-        assert isinstance(found, GrammarConstraint)
-        return found
-
-    def allows(self, text: str, schema: Any, style: JsonStyle = DEFAULT_STYLE) -> bool:
-        token_ids = self.tokenizer.encode(text, add_special_tokens=False)
-        constraint = self.constraint(schema, style)
-        return accepts(constraint, token_ids, vocab_size=VOCAB_SIZE, eos=EOS)
-
-
-@pytest.fixture(scope="module")
-def judge() -> Judge:
-    return Judge()
+def grammar(schema: Any, style: JsonStyle = DEFAULT_STYLE) -> str:
+    return read_form(StructuredOutput(json=schema), style).text
 
 
 @pytest.mark.parametrize(
@@ -85,7 +60,7 @@ def test_blanks_stand_where_json_is_usually_written_with_them(
     judge: Judge, whitespace: Any, text: str, is_allowed: bool
 ):
     style = JsonStyle(whitespace=whitespace)
-    assert judge.allows(text, NODE, style) == is_allowed
+    assert judge.allows(text, grammar(NODE, style)) == is_allowed
 
 
 @pytest.mark.parametrize(
@@ -106,10 +81,10 @@ def test_blanks_stand_where_json_is_usually_written_with_them(
 def test_texts_and_lists_without_a_bound_have_a_soft_one_in_answers_and_not_in_arguments(
     judge: Judge, schema: dict[str, Any], allowed: str, refused: str
 ):
-    assert judge.allows(allowed, schema, LONG)
-    assert not judge.allows(refused, schema, LONG)
+    assert judge.allows(allowed, grammar(schema, LONG))
+    assert not judge.allows(refused, grammar(schema, LONG))
     has_bound = "maxLength" in schema or "maxItems" in schema or "{6}" in str(schema)
-    assert judge.allows(refused, schema, ARGUMENTS_STYLE) != has_bound
+    assert judge.allows(refused, grammar(schema, ARGUMENTS_STYLE)) != has_bound
 
 
 @pytest.mark.parametrize(
@@ -131,8 +106,8 @@ def test_texts_and_lists_without_a_bound_have_a_soft_one_in_answers_and_not_in_a
     ],
 )
 def test_numbers_end(judge: Judge, schema: dict[str, Any], allowed: str, refused: str):
-    assert judge.allows(allowed, schema)
-    assert not judge.allows(refused, schema)
+    assert judge.allows(allowed, grammar(schema))
+    assert not judge.allows(refused, grammar(schema))
 
 
 def test_a_number_is_within_its_bounds_and_no_other_is_left_out():
@@ -188,8 +163,8 @@ def test_a_number_is_within_its_bounds_and_no_other_is_left_out():
 def test_where_properties_are_named_others_must_be_asked_for(
     judge: Judge, schema: dict[str, Any], allowed: str, refused: str
 ):
-    assert judge.allows(allowed, schema)
-    assert not judge.allows(refused, schema)
+    assert judge.allows(allowed, grammar(schema))
+    assert not judge.allows(refused, grammar(schema))
 
 
 @pytest.mark.parametrize(
@@ -258,8 +233,8 @@ def test_a_keyword_is_followed_exactly_where_a_grammar_can_hold_it(
     judge: Judge, schema: dict[str, Any], allowed: list[str], refused: list[str]
 ):
     assert read_form(StructuredOutput(json=schema, strict=True)).unenforced == ()
-    assert [judge.allows(each, schema) for each in allowed] == [True] * len(allowed)
-    assert [judge.allows(each, schema) for each in refused] == [False] * len(refused)
+    assert [judge.allows(each, grammar(schema)) for each in allowed] == [True] * len(allowed)
+    assert [judge.allows(each, grammar(schema)) for each in refused] == [False] * len(refused)
 
 
 ZOD_EMAIL = (
@@ -320,10 +295,10 @@ def test_what_a_random_walk_writes_satisfies_the_schema(judge: Judge, schema: di
     num_complete = 0
     for seed in range(12):
         rng = random.Random(seed)
-        constraint = judge.constraint(schema, JsonStyle(max_string=4, max_items=2))
+        constraint = judge.constraint(grammar(schema, JsonStyle(max_string=4, max_items=2)))
         walked = walk(constraint, vocab_size=VOCAB_SIZE, eos=EOS, rng=rng, max_tokens=80)
         if walked.is_complete:
             num_complete += 1
-            text = judge.tokenizer.decode(walked.token_ids, skip_special_tokens=False)
+            text = judge.text(walked)
             assert validator.is_valid(json.loads(text)), text
     assert num_complete > 2

@@ -26,26 +26,12 @@ from cadenza.text.constraints.token_constraint import (
 from cadenza.text.schemas.grammar import check_grammar, grammar_of
 from cadenza.text.tokens.tokenizer import Tokenizer
 from tests.text.schemas import random_schema
-from tests.text.walks import accepts, allowed_ids, walk
+from tests.text.walks import Judge, allowed_ids, walk
 
 EOS = 0
 VOCAB_SIZE = 2560
 REGEXES = (r"\d{3}-[a-z]+", "^(yes|no)$", "a?b+c*", "[^x]{1,5}", "(?i)ok!", r"[αβγ]{2}", ".*end")
 GBNF = 'root ::= "a" [0-9]+ ws\nws ::= [ \\t]*'
-
-
-@pytest.fixture(scope="module")
-def compiler() -> ConstraintCompiler:
-    source = open_checkpoint(None).tokenizer_source
-    assert source is not None
-    return ConstraintCompiler(source, vocab_size=VOCAB_SIZE, eos_token_ids=[EOS])
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    source = open_checkpoint(None).tokenizer_source
-    assert source is not None
-    return Tokenizer(source)
 
 
 def constraint_of(compiler: ConstraintCompiler, grammar: str) -> GrammarConstraint:
@@ -58,7 +44,7 @@ def constraint_of(compiler: ConstraintCompiler, grammar: str) -> GrammarConstrai
     return found
 
 
-def check_schemas(compiler: ConstraintCompiler, tokenizer: Tokenizer, seeds: range) -> int:
+def check_schemas(judge: Judge, seeds: range) -> int:
     """Walks through random schemas; how many ended."""
     num_complete = 0
     for seed in seeds:
@@ -67,10 +53,12 @@ def check_schemas(compiler: ConstraintCompiler, tokenizer: Tokenizer, seeds: ran
         grammar = grammar_of(StructuredOutput(json=schema))
         if check_grammar(grammar) is not None:
             continue
-        walked = walk(constraint_of(compiler, grammar), vocab_size=VOCAB_SIZE, eos=EOS, rng=rng)
+        walked = walk(
+            constraint_of(judge.compiler, grammar), vocab_size=VOCAB_SIZE, eos=EOS, rng=rng
+        )
         if walked.is_complete:
             num_complete += 1
-            text = tokenizer.decode(walked.token_ids, skip_special_tokens=False)
+            text = judge.text(walked)
             found = json.loads(text, parse_float=_finite)
             checker = jsonschema_rs.validator_for(schema, validate_formats=True)
             assert checker.is_valid(found), f"seed {seed}: {text!r} for {schema}"
@@ -82,34 +70,30 @@ def _finite(text: str) -> float:
     return max(-1e308, min(1e308, float(text)))
 
 
-def test_walks_through_random_schemas_validate(compiler: ConstraintCompiler, tokenizer: Tokenizer):
-    assert check_schemas(compiler, tokenizer, range(150)) >= 60
+def test_walks_through_random_schemas_validate(judge: Judge):
+    assert check_schemas(judge, range(150)) >= 60
 
 
 @pytest.mark.soak
-def test_walks_through_ten_thousand_schemas_validate(
-    compiler: ConstraintCompiler, tokenizer: Tokenizer
-):
-    assert check_schemas(compiler, tokenizer, range(1000, 11_000)) >= 4000
+def test_walks_through_ten_thousand_schemas_validate(judge: Judge):
+    assert check_schemas(judge, range(1000, 11_000)) >= 4000
 
 
 @pytest.mark.parametrize("regex", REGEXES)
-def test_walks_through_expressions_match_them(
-    compiler: ConstraintCompiler, tokenizer: Tokenizer, regex: str
-):
+def test_walks_through_expressions_match_them(judge: Judge, regex: str):
     grammar = grammar_of(StructuredOutput(regex=regex))
     num_complete = 0
     for seed in range(8):
-        constraint, rng = constraint_of(compiler, grammar), random.Random(seed)
+        constraint, rng = constraint_of(judge.compiler, grammar), random.Random(seed)
         walked = walk(constraint, vocab_size=VOCAB_SIZE, eos=EOS, rng=rng)
-        text = tokenizer.decode(walked.token_ids, skip_special_tokens=False)
+        text = judge.text(walked)
         if walked.is_complete:
             num_complete += 1
             assert re.fullmatch(regex, text), text
     assert num_complete or regex == ".*end"
 
 
-def test_choices_and_grammars_are_followed(compiler: ConstraintCompiler, tokenizer: Tokenizer):
+def test_choices_and_grammars_are_followed(judge: Judge):
     choices = ["yes", "no", 'may"be', "née\n", "12"]
     wanted = [
         (StructuredOutput(choice=choices), "|".join(map(re.escape, choices))),
@@ -118,9 +102,9 @@ def test_choices_and_grammars_are_followed(compiler: ConstraintCompiler, tokeniz
     ]
     for structured, regex in wanted:
         for seed in range(6):
-            constraint = constraint_of(compiler, grammar_of(structured))
+            constraint = constraint_of(judge.compiler, grammar_of(structured))
             walked = walk(constraint, vocab_size=VOCAB_SIZE, eos=EOS, rng=random.Random(seed))
-            text = tokenizer.decode(walked.token_ids, skip_special_tokens=False)
+            text = judge.text(walked)
             assert re.fullmatch(regex, text) or not walked.is_complete, text
 
 
@@ -142,29 +126,18 @@ PREFIXES = (
 )
 
 
-def accepted(compiler: ConstraintCompiler, tokenizer: Tokenizer, grammar: str, text: str) -> bool:
-    """Whether a text may be the whole answer, token by token."""
-    token_ids = tokenizer.encode(text, add_special_tokens=False)
-    constraint = constraint_of(compiler, grammar)
-    return accepts(constraint, token_ids, vocab_size=VOCAB_SIZE, eos=EOS)
-
-
-def test_choices_that_begin_alike_are_each_allowed_and_nothing_else_is(
-    compiler: ConstraintCompiler, tokenizer: Tokenizer
-):
+def test_choices_that_begin_alike_are_each_allowed_and_nothing_else_is(judge: Judge):
     grammar = grammar_of(StructuredOutput(choice=PREFIXES))
     for text in PREFIXES:
-        assert accepted(compiler, tokenizer, grammar, text), text
+        assert judge.allows(text, grammar), text
     for text in ("b", "a ", "abcd", "A", "a.b", "\n", "n", "[a", "aa", " a"):
-        assert not accepted(compiler, tokenizer, grammar, text), text
+        assert not judge.allows(text, grammar), text
 
 
-def test_as_many_choices_as_are_allowed_are_followed(
-    compiler: ConstraintCompiler, tokenizer: Tokenizer
-):
+def test_as_many_choices_as_are_allowed_are_followed(judge: Judge):
     grammar = grammar_of(StructuredOutput(choice=[f"no. {i}" for i in range(4096)]))
-    assert accepted(compiler, tokenizer, grammar, "no. 4095")
-    assert not accepted(compiler, tokenizer, grammar, "no. 4096")
+    assert judge.allows("no. 4095", grammar)
+    assert not judge.allows("no. 4096", grammar)
 
 
 @pytest.mark.parametrize(
@@ -184,13 +157,13 @@ def test_as_many_choices_as_are_allowed_are_followed(
     ],
 )
 def test_a_format_allows_no_text_that_a_validator_refuses(
-    compiler: ConstraintCompiler, tokenizer: Tokenizer, kind: str, text: str, is_one: bool
+    judge: Judge, kind: str, text: str, is_one: bool
 ):
     for more in ({}, {"pattern": "[0-9]"}):
         schema = {"type": "string", "format": kind, **more}
         grammar = grammar_of(StructuredOutput(json=schema))
         assert check_grammar(grammar) is None
-        assert accepted(compiler, tokenizer, grammar, json.dumps(text)) == is_one
+        assert judge.allows(json.dumps(text), grammar) == is_one
         checker = jsonschema_rs.validator_for(schema, validate_formats=True)
         assert checker.is_valid(text) == is_one
 

@@ -1,11 +1,13 @@
-"""Random walks through a constraint: any allowed token, each as likely as the others."""
+"""Whether texts may be answers of a form, and random walks through a constraint: any allowed token,
+each as likely as the others."""
 
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cadenza.structured import Constraint
-from cadenza.text.constraints.token_constraint import GrammarConstraint
+from cadenza.structured import Constraint, ConstraintSpec
+from cadenza.text import Tokenizer
+from cadenza.text.constraints.token_constraint import ConstraintCompiler, GrammarConstraint
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,3 +58,24 @@ def walk(
         if constraint.is_complete:
             return Walk(tuple(token_ids), True)
     return Walk(tuple(token_ids), False)
+
+
+@dataclass(frozen=True)
+class Judge:
+    """Forms over the bundled model's tokens."""
+
+    tokenizer: Tokenizer
+    compiler: ConstraintCompiler
+
+    def constraint(self, grammar: str) -> GrammarConstraint:
+        found = self.compiler.compile(ConstraintSpec(grammar=grammar)).result(60)
+        assert isinstance(found, GrammarConstraint)
+        return found
+
+    def allows(self, text: str, grammar: str) -> bool:
+        """Whether a text may be the whole answer, token by token."""
+        token_ids = self.tokenizer.encode(text, add_special_tokens=False)
+        return accepts(self.constraint(grammar), token_ids, vocab_size=2560, eos=0)
+
+    def text(self, walked: Walk) -> str:
+        return self.tokenizer.decode(walked.token_ids, skip_special_tokens=False)
