@@ -160,7 +160,7 @@ def wrap_config(
     `unwrap_config`. `own` are its settings beside those."""
     wrapper = WRAPPERS[model_type]
     inner = {key: value for key, value in text.items() if key != "architectures"}
-    inner["model_type"] = (*wrapper.text_aliases, inner["model_type"])[0]
+    inner["model_type"] = (*wrapper.aliases, inner["model_type"])[0]
     outer = {key: text[key] for key in (*NEWER_OUTSIDE, *SHARED) if key in text}
     return {
         "architectures": [wrapper.architecture],

@@ -16,111 +16,63 @@ TEXT_CONFIG = "text_config"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wrapper:
-    """A model with towers beside its text model, by its names in config.json; `prefix` is what the
-    names of the text model's tensors begin with, in place of `model.`. `defaults` are settings of
-    the text model that files leave out."""
+    """A model with towers beside its text model."""
 
-    model_type: str
-    architecture: str
-    text_type: str
-    other_text_types: tuple[str, ...] = ()
-    prefix: str = "model.language_model."
-    text_aliases: tuple[str, ...] = ()  # names of `text_type` within this model
+    stem: str  # what its architecture begins with
+    text_types: tuple[str, ...]  # the first is that of a file that says none
+    aliases: tuple[str, ...] = ()  # names of the first within this model
+    prefix: str = "model.language_model."  # of the text model's tensors, in place of `model.`
     may_be_flat: bool = False  # older files have the text model's settings outside
-    # settings of the text model that its files do not have
+    # settings of the text model that its files do not have, and those that they leave out
     text_values: Mapping[str, object] = field(default_factory=dict[str, object])
     defaults: Mapping[str, object] = field(default_factory=dict[str, object])
 
+    @property
+    def architecture(self) -> str:
+        return f"{self.stem}ForConditionalGeneration"
 
+
+_GEMMA3_DEFAULTS: Mapping[str, object] = {
+    "vocab_size": 262_208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "rms_norm_eps": 1e-6,
+}
+
+# by the `model_type` of the whole model
 WRAPPERS: Mapping[str, Wrapper] = {
-    wrapper.model_type: wrapper
-    for wrapper in (
-        Wrapper(
-            model_type="qwen3_5",
-            architecture="Qwen3_5ForConditionalGeneration",
-            text_type="qwen3_5_text",
-        ),
-        Wrapper(
-            model_type="qwen3_5_moe",
-            architecture="Qwen3_5MoeForConditionalGeneration",
-            text_type="qwen3_5_moe_text",
-        ),
-        Wrapper(
-            model_type="smolvlm",
-            architecture="SmolVLMForConditionalGeneration",
-            text_type="llama",
-            prefix="model.text_model.",
-        ),
-        Wrapper(
-            model_type="idefics3",
-            architecture="Idefics3ForConditionalGeneration",
-            text_type="llama",
-            prefix="model.text_model.",
-        ),
-        Wrapper(
-            model_type="qwen3_vl",
-            architecture="Qwen3VLForConditionalGeneration",
-            text_type="qwen3",
-            text_aliases=("qwen3_vl_text",),
-        ),
-        Wrapper(
-            model_type="qwen3_vl_moe",
-            architecture="Qwen3VLMoeForConditionalGeneration",
-            text_type="qwen3_moe",
-            text_aliases=("qwen3_vl_moe_text",),
-            text_values={"norm_topk_prob": True},
-        ),
-        Wrapper(
-            model_type="qwen2_5_vl",
-            architecture="Qwen2_5_VLForConditionalGeneration",
-            text_type="qwen2",
-            text_aliases=("qwen2_5_vl_text", "qwen2_5_vl"),
-            may_be_flat=True,
-        ),
-        Wrapper(
-            model_type="qwen2_vl",
-            architecture="Qwen2VLForConditionalGeneration",
-            text_type="qwen2",
-            text_aliases=("qwen2_vl_text", "qwen2_vl"),
-            may_be_flat=True,
-        ),
-        Wrapper(
-            model_type="lfm2_vl",
-            architecture="Lfm2VlForConditionalGeneration",
-            text_type="lfm2",
-        ),
-        Wrapper(
-            model_type="mistral3",
-            architecture="Mistral3ForConditionalGeneration",
-            text_type="mistral",
-            other_text_types=("ministral3",),
-        ),
-        Wrapper(
-            model_type="gemma3",
-            architecture="Gemma3ForConditionalGeneration",
-            text_type="gemma3_text",
-            defaults={
-                "vocab_size": 262_208,
-                "hidden_size": 2304,
-                "intermediate_size": 9216,
-                "num_hidden_layers": 26,
-                "num_attention_heads": 8,
-                "num_key_value_heads": 4,
-                "head_dim": 256,
-                "rms_norm_eps": 1e-6,
-            },
-        ),
-        Wrapper(
-            model_type="gemma4",
-            architecture="Gemma4ForConditionalGeneration",
-            text_type="gemma4_text",
-        ),
-        Wrapper(
-            model_type="gemma4_unified",
-            architecture="Gemma4UnifiedForConditionalGeneration",
-            text_type="gemma4_unified_text",
-        ),
-    )
+    "qwen3_5": Wrapper(stem="Qwen3_5", text_types=("qwen3_5_text",)),
+    "qwen3_5_moe": Wrapper(stem="Qwen3_5Moe", text_types=("qwen3_5_moe_text",)),
+    "smolvlm": Wrapper(stem="SmolVLM", text_types=("llama",), prefix="model.text_model."),
+    "idefics3": Wrapper(stem="Idefics3", text_types=("llama",), prefix="model.text_model."),
+    "qwen3_vl": Wrapper(stem="Qwen3VL", text_types=("qwen3",), aliases=("qwen3_vl_text",)),
+    "qwen3_vl_moe": Wrapper(
+        stem="Qwen3VLMoe",
+        text_types=("qwen3_moe",),
+        aliases=("qwen3_vl_moe_text",),
+        text_values={"norm_topk_prob": True},
+    ),
+    "qwen2_5_vl": Wrapper(
+        stem="Qwen2_5_VL",
+        text_types=("qwen2",),
+        aliases=("qwen2_5_vl_text", "qwen2_5_vl"),
+        may_be_flat=True,
+    ),
+    "qwen2_vl": Wrapper(
+        stem="Qwen2VL",
+        text_types=("qwen2",),
+        aliases=("qwen2_vl_text", "qwen2_vl"),
+        may_be_flat=True,
+    ),
+    "lfm2_vl": Wrapper(stem="Lfm2Vl", text_types=("lfm2",)),
+    "mistral3": Wrapper(stem="Mistral3", text_types=("mistral", "ministral3")),
+    "gemma3": Wrapper(stem="Gemma3", text_types=("gemma3_text",), defaults=_GEMMA3_DEFAULTS),
+    "gemma4": Wrapper(stem="Gemma4", text_types=("gemma4_text",)),
+    "gemma4_unified": Wrapper(stem="Gemma4Unified", text_types=("gemma4_unified_text",)),
 }
 
 # settings that the whole model's head follows, whatever the text model's say
@@ -157,29 +109,30 @@ _SOUND_RULES: tuple[NameRule, ...] = (
 def unwrap_config(raw: JsonObject) -> JsonObject:
     """The settings of the text model, with those that it shares with the whole model; `raw` itself
     for other models. Raises CheckpointError if the text model is of another type than it should."""
-    wrapper = _wrapper_of(raw)
-    if wrapper is None:
+    whole = _type_of(raw)
+    if whole is None:
         return raw
+    wrapper = WRAPPERS[whole]
     inner = raw.child(TEXT_CONFIG)
     if inner is None and wrapper.may_be_flat:
         outer = {key: value for key, value in raw.values.items() if key not in _OF_TOWERS}
         inner = JsonObject(outer, raw.where)
     if inner is None:
         raise CheckpointError(
-            f"{raw.where}: a model of type {wrapper.model_type} has {TEXT_CONFIG}, which is "
+            f"{raw.where}: a model of type {whole} has {TEXT_CONFIG}, which is "
             f"absent; fetch the checkpoint again"
         )
     own_type = inner.text("model_type")
-    types = wrapper.text_type, *wrapper.other_text_types, *wrapper.text_aliases
+    types = *wrapper.text_types, *wrapper.aliases
     if own_type not in (None, *types):
         raise CheckpointError(
-            f"{inner.where}: model_type is {shorten(own_type)}; within {wrapper.model_type} "
+            f"{inner.where}: model_type is {shorten(own_type)}; within {whole} "
             f"supported is {' or '.join(types)}"
         )
     own = {key: value for key, value in inner.values.items() if key != "architectures"}
     values = {**wrapper.defaults, **own}
-    is_own = own_type is not None and own_type not in wrapper.text_aliases
-    values["model_type"] = own_type if is_own else wrapper.text_type
+    is_own = own_type is not None and own_type not in wrapper.aliases
+    values["model_type"] = own_type if is_own else wrapper.text_types[0]
     values |= wrapper.text_values
     values |= {key: raw.values[key] for key in NEWER_OUTSIDE if raw.has(key)}
     values |= {key: raw.values[key] for key in SHARED if raw.has(key) and not inner.has(key)}
@@ -191,18 +144,15 @@ def unwrap_config(raw: JsonObject) -> JsonObject:
 def names_of_text(raw: JsonObject, towers: Sequence[NameRule]) -> Sequence[NameRule]:
     """The text model's tensors by their names without towers. `raw` are the whole model's settings,
     `towers` the names of the tensors of towers, of the one that is kept or of all."""
-    return () if _wrapper_of(raw) is None else [*towers, *_SOUND_RULES, *_TEXT_RULES]
+    return () if _type_of(raw) is None else [*towers, *_SOUND_RULES, *_TEXT_RULES]
 
 
-def _wrapper_of(raw: JsonObject) -> Wrapper | None:
-    names = raw.items_of("architectures")
-    model_type = raw.text("model_type")
-    for wrapper in WRAPPERS.values():
-        if model_type == wrapper.model_type or (
-            model_type is None and wrapper.architecture in names
-        ):
-            return wrapper
-    return None
+def _type_of(raw: JsonObject) -> str | None:
+    """The whole model's; None of one without towers."""
+    model_type, names = raw.text("model_type"), raw.items_of("architectures")
+    if model_type is not None:
+        return model_type if model_type in WRAPPERS else None
+    return next((key for key, each in WRAPPERS.items() if each.architecture in names), None)
 
 
 def outer_name(model_type: str, name: str) -> str:
