@@ -48,12 +48,8 @@ _PROCESSOR = "image_processor"
 _CHUNK_ELEMENTS = 1 << 20
 _NORM_NOISE = 0.2
 _BIAS_NOISE = 0.2
-_POSITION_NOISE = 0.5
 _BOUND = 2.0  # of clipped linears: some of their inputs and outputs lie beyond
-_SINK = 2.0  # mean score of attention sinks; those of few tokens are small beside it
 _QUERY_GAIN = 2.0
-
-_MEAN_DECAY = -3.0  # of ln(-rate): states remember some twenty tokens, and some of them hundreds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +58,16 @@ class Normal:
 
     mean: float
     sigma: float
+
+
+_OF_KIND: Mapping[str, Normal] = {
+    "scale": Normal(mean=1.0, sigma=_NORM_NOISE),
+    # of ln(-rate): states remember some twenty tokens, and some of them hundreds
+    "decay": Normal(mean=-3.0, sigma=1.0),
+    "positions": Normal(mean=0.0, sigma=0.5),
+    "bias": Normal(mean=0.0, sigma=_BIAS_NOISE),
+    "sink": Normal(mean=2.0, sigma=1.0),  # scores; those of few tokens are small beside it
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,22 +204,14 @@ def distribution_of(spec: TensorSpec, config: ModelConfig) -> Normal:
         is_final = spec.name == declare_final_norm(config).name
         gain = _final_gain(config) if is_final else _norm_gain(spec, config)
         return Normal(mean=gain - float(config.norm_adds_one), sigma=_NORM_NOISE * gain)
-    if spec.kind == "scale":
-        return Normal(mean=1.0, sigma=_NORM_NOISE)
-    if spec.kind == "decay":
-        return Normal(mean=_MEAN_DECAY, sigma=1.0)
+    if spec.kind in _OF_KIND:
+        return _OF_KIND[spec.kind]
     if spec.kind == "tower":
         fan_in = math.prod(spec.shape[1:])
         return Normal(mean=0.0, sigma=fan_in**-0.5)
-    if spec.kind == "positions":
-        return Normal(mean=0.0, sigma=_POSITION_NOISE)
     if spec.kind == "bound":
         mean = _BOUND if spec.name.endswith("_max") else -_BOUND
         return Normal(mean=mean, sigma=_BIAS_NOISE)
-    if spec.kind == "bias":
-        return Normal(mean=0.0, sigma=_BIAS_NOISE)
-    if spec.kind == "sink":
-        return Normal(mean=_SINK, sigma=1.0)
     sigma = spec.shape[-1] ** -0.5
     if spec.name == HEAD or (spec.name == EMBEDDING and config.tie_word_embeddings):
         spread = math.sqrt(math.log(max(config.vocab_size, 2))) * config.logit_divisor

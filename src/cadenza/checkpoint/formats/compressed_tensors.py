@@ -21,6 +21,7 @@ from cadenza.checkpoint.formats.grouped import (
     unpack_codes,
 )
 from cadenza.checkpoint.formats.scheme import (
+    MAX_GROUP,
     MAX_TARGETS,
     SCALE_DTYPES,
     ModuleTensors,
@@ -40,7 +41,6 @@ from cadenza.weights.weight_format import GROUP
 from cadenza.weights.weights import Weights
 
 MAX_CONFIG_GROUPS = 256
-MAX_GROUP = 1 << 20
 
 _STRATEGIES = ("tensor", "channel", "group", "block")
 

@@ -28,7 +28,7 @@ from cadenza.weights.weights import Weights
 
 MXFP4_GROUP = GROUP
 
-_DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
+E2M1_DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
 _NOT_A_NUMBER = 255
 
 Bits = Literal[4, 8]
@@ -133,7 +133,7 @@ def mxfp4_weight(nibbles: Bytes, exponents: Bytes) -> QuantisedWeight:
     """The weight of nibbles [N, K] and the exponents [N, K / 32] of its scales."""
     halved = np.ldexp(np.float32(1.0), exponents.astype(np.int32) - 128).astype(np.float32)
     scales = np.where(exponents == _NOT_A_NUMBER, np.float32(np.nan), halved)
-    return QuantisedWeight(_DOUBLED[nibbles], scales.astype(np.float32), bits=4, is_mxfp4=True)
+    return QuantisedWeight(E2M1_DOUBLED[nibbles], scales.astype(np.float32), bits=4, is_mxfp4=True)
 
 
 _EXPERT = re.compile(r"(?P<stack>.+\.experts)\.(?P<index>\d+)\.(?P<part>gate|up|down)_proj\.weight")

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from cadenza.checkpoint.formats.grouped import E2M1_DOUBLED
 from cadenza.checkpoint.gguf.reader import TENSOR_TYPES, TensorType
 from cadenza.weights.quantised_weight import Encoding, QuantisedWeight, Scales
 from cadenza.weights.weight_format import MXFP4, WeightFormat, code_format
@@ -16,8 +17,6 @@ from cadenza.weights.weight_format import MXFP4, WeightFormat, code_format
 Bytes = npt.NDArray[Any]  # of uint8
 
 Float32Array = npt.NDArray[np.float32]
-
-_E2M1_DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,40 +134,28 @@ def _read_q6_k(stored: Bytes) -> CodedBlocks:
 def _read_mxfp4(stored: Bytes) -> CodedBlocks:
     """Codes are twice the values of E2M1, scales half the power of two."""
     scales = np.ldexp(np.float32(0.5), stored[:, :1].astype(np.int32) - 127)
-    codes = _E2M1_DOUBLED[_nibbles(stored[:, 1:])]
+    codes = E2M1_DOUBLED[_nibbles(stored[:, 1:])]
     return CodedBlocks(codes=codes[:, None], scales=scales.astype(np.float32))
 
 
 Read = Callable[[Bytes], CodedBlocks]  # of blocks [B, bytes of one]
 
-BLOCKS: dict[str, Read] = {
-    "Q8_0": _read_q8_0,
-    "Q4_0": _read_q4_0,
-    "Q4_1": _read_q4_1,
-    "Q5_0": _read_q5_0,
-    "Q5_1": _read_q5_1,
-    "Q4_K": _read_q4_k,
-    "Q5_K": _read_q5_k,
-    "Q6_K": _read_q6_k,
-    "MXFP4": _read_mxfp4,
-}
-
-
-_FORMATS: dict[str, WeightFormat] = {
-    "Q8_0": code_format(8),
-    "Q4_0": code_format(4),
-    "Q4_1": code_format(4, "float16", "offset"),
-    "Q5_0": code_format(5),
-    "Q5_1": code_format(5, "float16", "offset"),
-    "Q4_K": code_format(4, "nested", "offset"),
-    "Q5_K": code_format(5, "nested", "offset"),
-    "Q6_K": code_format(6, "nested", None, 16),
-    "MXFP4": MXFP4,
+# how a block is read, and the format of its codes
+BLOCKS: dict[str, tuple[Read, WeightFormat]] = {
+    "Q8_0": (_read_q8_0, code_format(8)),
+    "Q4_0": (_read_q4_0, code_format(4)),
+    "Q4_1": (_read_q4_1, code_format(4, "float16", "offset")),
+    "Q5_0": (_read_q5_0, code_format(5)),
+    "Q5_1": (_read_q5_1, code_format(5, "float16", "offset")),
+    "Q4_K": (_read_q4_k, code_format(4, "nested", "offset")),
+    "Q5_K": (_read_q5_k, code_format(5, "nested", "offset")),
+    "Q6_K": (_read_q6_k, code_format(6, "nested", None, 16)),
+    "MXFP4": (_read_mxfp4, MXFP4),
 }
 
 
 def _encoding_of(number: int, kind: TensorType) -> Encoding:
-    read, format = BLOCKS[kind.name], _FORMATS[kind.name]
+    read, format = BLOCKS[kind.name]
 
     def read_codes(stored: Bytes) -> QuantisedWeight:
         return read(stored).as_weight(format)

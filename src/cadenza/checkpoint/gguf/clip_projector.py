@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cadenza.checkpoint.gguf.reader import GGUFFile
-from cadenza.checkpoint.gguf.tensors import cut_parts
+from cadenza.checkpoint.gguf.tensors import cut_parts, lacking
 from cadenza.errors import CheckpointError
 from cadenza.json_object import JsonObject, shorten
 from cadenza.models.model_config import ModelConfig
@@ -52,6 +52,8 @@ class ProjectorFile:
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
         """A stored tensor of this shape. Raises CheckpointError."""
+        if name not in self.file.header.tensors:
+            raise lacking(self.metadata.where, [name])
         spec = TensorSpec(name=name, shape=shape, kind="tower")
         (found,) = cut_parts(self.file.header.tensors[name], (spec,), self.file.mapped)
         return found

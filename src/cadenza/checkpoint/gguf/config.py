@@ -29,6 +29,7 @@ from cadenza.models.rope_config import (
     axes_of,
     format_rope,
 )
+from cadenza.weights.weight_format import WeightDType
 from cadenza.weights.weights import adapter_text
 
 _TOWER = ("v.", "mm.", "a.")  # how the names of an encoder's and a projector's tensors start
@@ -39,7 +40,7 @@ _TOWER_ALONE = (
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 _NUM_SECTIONS = 4  # of which the last is not used
-_DTYPES = {"F32": "float32", "F16": "float16"}
+FLOAT_DTYPES: dict[str, WeightDType] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 _KV_HEADS, _NEXTN, _GATING = (
     *("attention.head_count_kv", "nextn_predict_layers", "expert_gating_func"),
@@ -182,7 +183,7 @@ def _read_common(
         if rope.scaling
         else None,
         "tie_word_embeddings": HEAD not in settings.tensors,
-        "dtype": _DTYPES.get(embedding.type.name, "bfloat16"),
+        "dtype": FLOAT_DTYPES.get(embedding.type.name, "bfloat16"),
     }
 
 

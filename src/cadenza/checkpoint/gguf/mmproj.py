@@ -16,10 +16,9 @@ from cadenza.checkpoint.gguf.clip_projector import (
 )
 from cadenza.checkpoint.gguf.projectors import PROJECTORS
 from cadenza.checkpoint.gguf.reader import GGUFFile, open_gguf
-from cadenza.checkpoint.gguf.tensors import cut_parts
+from cadenza.checkpoint.gguf.tensors import check_found, cut_parts
 from cadenza.errors import CheckpointError
 from cadenza.json_object import JsonObject, shorten
-from cadenza.models.declaration import name_some
 from cadenza.models.model_config import ModelConfig
 from cadenza.models.tower_spec import TowerLayerSpec, TowerSpec, declare_tower
 from cadenza.models.towers.reader import VisionFiles, VisionOptions
@@ -82,20 +81,8 @@ def _tensors(
     mapped |= projector.deepstack(vision, tower)
     mapped = {name: parts for name, parts in mapped.items() if parts[0].name not in made}
     used = {part.name for each in made.values() for part in each.parts}
-    where = file.mapped.name
-    missing = [name for name in mapped if name not in stored]
-    if missing:
-        raise CheckpointError(
-            f"{where} lacks {name_some(missing)}, which its metadata require; fetch the file "
-            f"again, or convert the model again"
-        )
-    known = mapped.keys() | used
-    extra = sorted(name for name in stored if name not in known and not name.startswith(_AUDIO))
-    if extra:
-        raise CheckpointError(
-            f"{where} contains {name_some(extra)}, which its metadata do not account for; use "
-            f"another file of the tower, or --no-images"
-        )
+    needed = [name for name in stored if name not in used and not name.startswith(_AUDIO)]
+    check_found(mapped, needed, file.mapped.name, "another file of the tower, or --no-images")
     tensors: dict[str, StoredTensor | StoredWeight] = dict(made)
     for name, parts in mapped.items():
         tensors |= {part.name: part for part in cut_parts(stored[name], parts, file.mapped)}

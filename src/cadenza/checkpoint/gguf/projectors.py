@@ -83,7 +83,7 @@ def _gemma3_norm(file: ProjectorFile, vision: VisionConfig) -> dict[str, StoredW
     """The converter adds 1, which the folder's weight lacks; subtracting it is exact."""
     norm = declare_tower(vision).projectors[0].norm
     assert norm is not None, "the projector has a norm"
-    part = _part(file, _NORM, norm.weight.shape)
+    part = file.tensor(_NORM, norm.weight.shape)
     return {norm.weight.name: _weight(norm.weight, part, lambda stored: stored - np.float32(1.0))}
 
 
@@ -148,14 +148,14 @@ def _gemma4_made(file: ProjectorFile, vision: VisionConfig) -> dict[str, StoredW
     """The patches' weight, whose values are stored channel by channel, and the bounds of linears,
     which are stored as vectors of one number."""
     spec, size = declare_tower(vision).entry.patch.weight, vision.tower.patch_size
-    part = _part(file, _PATCH, (spec.shape[0], CHANNELS, size, size))
+    part = file.tensor(_PATCH, (spec.shape[0], CHANNELS, size, size))
     made = {spec.name: _weight(spec, part, lambda stored: _channels_last(stored, size))}
     for index, layer in enumerate(declare_tower(vision).layers):
         bounds = iter(layer.bounds)
         for name in _PRODUCTS if layer.bounds else ():
             for bound in ("input_min", "input_max", "output_min", "output_max"):
                 own = next(bounds)
-                part = _part(file, f"v.blk.{index}.{name}.{bound}", (1,))
+                part = file.tensor(f"v.blk.{index}.{name}.{bound}", (1,))
                 made[own.name] = _weight(own, part, lambda stored: stored.reshape(()))
     return made
 
@@ -169,16 +169,16 @@ def _unified_made(file: ProjectorFile, vision: VisionConfig) -> dict[str, Stored
     assert norms is not None, "the patches are normed"
     made = {
         spec.name: _weight(
-            spec, _part(file, _PATCH, spec.shape), lambda stored: _channels_last(stored, size)
+            spec, file.tensor(_PATCH, spec.shape), lambda stored: _channels_last(stored, size)
         ),
         table.name: _weight(
             table,
-            _part(file, _TABLE, (2, table.shape[0], table.shape[2])),
+            file.tensor(_TABLE, (2, table.shape[0], table.shape[2])),
             lambda stored: stored.swapaxes(0, 1),
         ),
     }
     for each in tensors_of(norms[0]):
-        part = _part(file, f"v.patch_norm.1.{each.name.rsplit('.', 1)[1]}", each.shape)
+        part = file.tensor(f"v.patch_norm.1.{each.name.rsplit('.', 1)[1]}", each.shape)
         made[each.name] = _weight(each, part, lambda stored: _channels_last(stored[None], size)[0])
     return made
 
@@ -204,15 +204,6 @@ def _table_rows(file: ProjectorFile) -> int:
     """Of each axis."""
     table = file.file.header.tensors.get(_TABLE)
     return 1 if table is None or len(table.shape) != 3 else table.shape[1]
-
-
-def _part(file: ProjectorFile, name: str, shape: tuple[int, ...]) -> StoredTensor:
-    if name not in file.file.header.tensors:
-        raise CheckpointError(
-            f"{file.metadata.where} lacks {name}, which its metadata require; fetch the file "
-            f"again, or convert the model again"
-        )
-    return file.tensor(name, shape)
 
 
 def _weight(
@@ -252,7 +243,6 @@ def _config(file: ProjectorFile, model_type: str) -> dict[str, object]:
         "intermediate_size": "feed_forward_length",
         "patch_size": "patch_size",
     }
-    merge = file.vision("spatial_merge_size")
     return {
         "model_type": model_type,
         "image_token_id": file.token_id(_PLACEHOLDER),
@@ -260,9 +250,14 @@ def _config(file: ProjectorFile, model_type: str) -> dict[str, object]:
             **{name: file.vision(key) for name, key in keys.items()},
             "hidden_size": file.vision("embedding_length"),
             "temporal_patch_size": _TEMPORAL_SIZE,
-            "spatial_merge_size": 2 if merge is None else merge,
+            "spatial_merge_size": _qwen_merge(file),
         },
     }
+
+
+def _qwen_merge(file: ProjectorFile) -> object:
+    merge = file.vision("spatial_merge_size")
+    return 2 if merge is None else merge
 
 
 def _with(config: dict[str, object], **own: object) -> dict[str, object]:
@@ -315,7 +310,6 @@ def _processor(model_type: str) -> Callable[[ProjectorFile], dict[str, object]]:
     least, most = _PUBLISHED_PIXELS[model_type]
 
     def processor(file: ProjectorFile) -> dict[str, object]:
-        merge = file.vision("spatial_merge_size")
         return {
             **normalisation_settings(file),
             "size": {"shortest_edge": least, "longest_edge": most},
@@ -323,7 +317,7 @@ def _processor(model_type: str) -> Callable[[ProjectorFile], dict[str, object]]:
             "max_pixels": file.vision("image_max_pixels"),
             "patch_size": file.vision("patch_size"),
             "temporal_patch_size": _TEMPORAL_SIZE,
-            "merge_size": 2 if merge is None else merge,
+            "merge_size": _qwen_merge(file),
         }
 
     return processor

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from cadenza.checkpoint.gguf import config as gguf_config
 from cadenza.checkpoint.gguf.blocks import ENCODINGS
-from cadenza.checkpoint.gguf.config import Architecture
+from cadenza.checkpoint.gguf.config import FLOAT_DTYPES, Architecture
 from cadenza.checkpoint.gguf.latents import join_latents, latent_parts
 from cadenza.checkpoint.gguf.reader import GGUFFile, GGUFTensor
 from cadenza.errors import CheckpointError
@@ -23,10 +23,8 @@ from cadenza.weights.stored_tensor import (
     StoredWeight,
 )
 from cadenza.weights.tensor_spec import TensorSpec
-from cadenza.weights.weight_format import WeightDType
 from cadenza.weights.weights import Weights
 
-_DTYPES: dict[str, WeightDType] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 # tensors that `read_config` reads
 _SETTINGS = frozenset(
     {gguf_config.ROPE_FREQUENCIES, gguf_config.LONG_FACTORS, gguf_config.SHORT_FACTORS}
@@ -220,19 +218,27 @@ def _unused(config: ModelConfig) -> set[str]:
 
 
 def _check_names(entries: Collection[str], stored: set[str], where: str) -> None:
-    missing = [name for name in entries if name not in stored]
     mtp_layers = tuple(name.split("nextn.")[0] for name in stored if ".nextn." in name)
     unused = {name for name in stored if name in _SETTINGS or name.startswith(mtp_layers)}
-    extra = [name for name in stored if name not in entries and name not in unused]
+    check_found(entries, stored - unused, where, "a file of the model alone")
+
+
+def lacking(where: str, missing: list[str]) -> CheckpointError:
+    return CheckpointError(
+        f"{where} lacks {name_some(missing)}, which its metadata require; fetch the file again, or "
+        f"convert the model again"
+    )
+
+
+def check_found(declared: Collection[str], stored: Collection[str], where: str, use: str) -> None:
+    """Raises CheckpointError if a tensor is missing, or there is another: what to use instead."""
+    missing = [name for name in declared if name not in stored]
     if missing:
-        raise CheckpointError(
-            f"{where} lacks {name_some(missing)}, which its metadata require; fetch the file "
-            f"again, or convert the model again"
-        )
+        raise lacking(where, missing)
+    extra = sorted(name for name in stored if name not in declared)
     if extra:
         raise CheckpointError(
-            f"{where} contains {name_some(sorted(extra))}, which its metadata do not account for; "
-            f"use a file of the model alone"
+            f"{where} contains {name_some(extra)}, which its metadata do not account for; use {use}"
         )
 
 
@@ -273,11 +279,11 @@ def _parts(
     tensor: GGUFTensor, parts: Sequence[TensorSpec], file: MappedFile
 ) -> Iterator[StoredTensor]:
     kind = tensor.type.name
-    if kind not in _DTYPES and kind not in ENCODINGS:
+    if kind not in FLOAT_DTYPES and kind not in ENCODINGS:
         raise CheckpointError(
             f"{file.name}: tensor {tensor.name} has the type {kind}, which is not supported; "
-            f"supported are {', '.join([*_DTYPES, *ENCODINGS])}; use another file of the model, "
-            f"such as one in Q4_K_M or Q8_0"
+            f"supported are {', '.join([*FLOAT_DTYPES, *ENCODINGS])}; use another file of the "
+            f"model, such as one in Q4_K_M or Q8_0"
         )
     num_elements = sum(spec.num_elements for spec in parts)
     start = tensor.start
@@ -285,7 +291,7 @@ def _parts(
         stop = start + (tensor.stop - tensor.start) * spec.num_elements // num_elements
         yield StoredTensor(
             name=spec.name,
-            dtype=_DTYPES.get(kind, "float32"),
+            dtype=FLOAT_DTYPES.get(kind, "float32"),
             shape=spec.shape,
             data=file.data,
             start=start,

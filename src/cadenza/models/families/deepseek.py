@@ -10,6 +10,7 @@ from cadenza.json_object import JsonObject, shorten
 from cadenza.models.families.family import (
     Family,
     read_attention_bias,
+    read_num_experts,
     refuse_other_code,
     shortest_pattern,
 )
@@ -19,7 +20,6 @@ from cadenza.models.model_config import (
     MAX_EXPERTS,
     MAX_HEAD_DIM,
     MAX_LAYERS,
-    MAX_TOTAL_EXPERTS,
     MAX_WIDTH,
     ExpertNames,
     ExpertsConfig,
@@ -101,12 +101,7 @@ def _magnitude(rope: RopeConfig) -> float:
 def _read_mixture(
     raw: JsonObject, model: ModelConfig, default: ExpertsConfig, has_experts: list[bool]
 ) -> ModelConfig:
-    num_experts = raw.integer("n_routed_experts", 1, MAX_EXPERTS, default.num_experts)
-    if num_experts * model.num_layers > MAX_TOTAL_EXPERTS:
-        raise CheckpointError(
-            f"{raw.where}: {model.num_layers} layers of {num_experts} experts are "
-            f"{num_experts * model.num_layers} experts; supported are {MAX_TOTAL_EXPERTS} in total"
-        )
+    num_experts = read_num_experts(raw, "n_routed_experts", model.num_layers, default.num_experts)
     width = raw.integer("moe_intermediate_size", 1, MAX_WIDTH, default.intermediate_size)
     experts = ExpertsConfig(
         num_experts=num_experts,

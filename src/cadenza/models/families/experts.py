@@ -9,6 +9,7 @@ from cadenza.models.families.family import (
     Family,
     read_attention_bias,
     read_layer_kinds,
+    read_num_experts,
     read_used_window,
     read_window,
     shortest_pattern,
@@ -19,7 +20,6 @@ from cadenza.models.model_config import (
     CLAMPED_LIMIT,
     MAX_EXPERTS,
     MAX_LAYERS,
-    MAX_TOTAL_EXPERTS,
     MAX_WIDTH,
     ExpertNames,
     ExpertsConfig,
@@ -43,16 +43,11 @@ def read_experts(
     """The settings that families with experts share; the caller sets width and weighting."""
     given = [key for key in _NUM_EXPERTS if raw.has(key)]
     key = given[0] if given else _NUM_EXPERTS[0]
-    num_experts = raw.integer(key, 1, MAX_EXPERTS, default_num)
+    num_experts = read_num_experts(raw, key, model.num_layers, default_num)
     if len(given) > 1 and raw.integer(given[1], 1, MAX_EXPERTS) != num_experts:
         raise CheckpointError(
             f"{raw.where}: {given[0]} and {given[1]} are {num_experts} and "
             f"{shorten(raw.get(given[1]))}; correct one of the two"
-        )
-    if num_experts * model.num_layers > MAX_TOTAL_EXPERTS:
-        raise CheckpointError(
-            f"{raw.where}: {model.num_layers} layers of {num_experts} experts are "
-            f"{num_experts * model.num_layers} experts; supported are {MAX_TOTAL_EXPERTS} in total"
         )
     return ExpertsConfig(
         num_experts=num_experts,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from cadenza.errors import CheckpointError
 from cadenza.json_object import JsonObject, shorten
 from cadenza.models.layer_kind import LayerKind
-from cadenza.models.model_config import ModelConfig
+from cadenza.models.model_config import MAX_EXPERTS, MAX_TOTAL_EXPERTS, ModelConfig
 from cadenza.models.mtp_layout import MTPLayout
 from cadenza.models.rope_config import (
     MAX_POSITIONS,
@@ -73,6 +73,16 @@ def refuse_other_code(raw: JsonObject, name: str, published: frozenset[str]) -> 
             f"{raw.where}: auto_map names code other than {name}'s own; code from a checkpoint is "
             f"never run; use a checkpoint that needs none"
         )
+
+
+def read_num_experts(raw: JsonObject, key: str, num_layers: int, default: int | None = None) -> int:
+    num_experts = raw.integer(key, 1, MAX_EXPERTS, default)
+    if (total := num_experts * num_layers) > MAX_TOTAL_EXPERTS:
+        raise CheckpointError(
+            f"{raw.where}: {num_layers} layers of {num_experts} experts ({key}) are {total} "
+            f"experts; supported are {MAX_TOTAL_EXPERTS} in total"
+        )
+    return num_experts
 
 
 def read_window(raw: JsonObject, default: int | None) -> int | None:

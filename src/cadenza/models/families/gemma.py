@@ -15,16 +15,15 @@ from cadenza.models.families.family import (
     Family,
     read_attention_bias,
     read_layer_kinds,
+    read_num_experts,
     read_window,
     shortest_pattern,
 )
 from cadenza.models.layer_kind import HeadShape, LayerKind
 from cadenza.models.model_config import (
-    MAX_EXPERTS,
     MAX_HEAD_DIM,
     MAX_HEADS,
     MAX_LAYERS,
-    MAX_TOTAL_EXPERTS,
     MAX_VOCAB_SIZE,
     MAX_WIDTH,
     ExpertNames,
@@ -278,9 +277,7 @@ def _read_layer_inputs(raw: JsonObject) -> LayerInputsConfig | None:
 def _read_experts(raw: JsonObject, model: ModelConfig) -> ExpertsConfig | None:
     if not raw.flag("enable_moe_block", False):
         return None
-    num_experts = raw.integer("num_experts", 1, MAX_EXPERTS)
-    if num_experts * model.num_layers > MAX_TOTAL_EXPERTS:
-        raise raw.wrong("num_experts", f"at most {MAX_TOTAL_EXPERTS} in all layers together")
+    num_experts = read_num_experts(raw, "num_experts", model.num_layers)
     return ExpertsConfig(
         num_experts=num_experts,
         num_chosen=raw.integer("top_k_experts", 1, num_experts),

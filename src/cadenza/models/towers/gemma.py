@@ -22,12 +22,14 @@ from cadenza.models.towers.reader import (
     TowerReader,
     VisionFiles,
     check_steps,
+    read_axial_theta,
     read_filter,
     read_normalisation,
     read_siglip,
     read_tower_activation,
 )
 from cadenza.models.wrapped_text import TEXT_CONFIG
+from cadenza.vision.patches import Normalisation
 from cadenza.vision.processor import CHANNELS
 from cadenza.vision.tower_config import (
     PatchTable,
@@ -50,7 +52,6 @@ _SIGLIP = "vision_tower"
 _SIZE = ("height", "width")
 _GEMMA3_TOKEN = 262_144
 _TOKENS = 256
-_HALF = (0.5, 0.5, 0.5)
 
 
 def _read_gemma3(files: VisionFiles) -> VisionConfig:
@@ -115,7 +116,7 @@ def _read_gemma3_images(raw: JsonObject, tower: TowerConfig, patches: int) -> Ge
         patch_size=tower.patch_size,
         merge_size=tower.merge,
         resample=read_filter(raw, "bilinear"),
-        normalisation=read_normalisation(raw, _HALF, _HALF),
+        normalisation=read_normalisation(raw, Normalisation()),
     )
 
 
@@ -205,7 +206,9 @@ def _read_gemma4(files: VisionFiles) -> VisionConfig:
         table=PatchTable(
             rule="sum", side=raw.integer("position_embedding_size", 1, 1 << 20, 10 * 1024)
         ),
-        rope=TowerRope(theta=_theta(raw), columns_first=True, halves_are_apart=True),
+        rope=TowerRope(
+            theta=read_axial_theta(raw, 100.0), columns_first=True, halves_are_apart=True
+        ),
         has_patch_bias=False,
         has_attention_bias=False,
         has_mlp_bias=False,
@@ -280,13 +283,6 @@ def _vision(
         max_part_tokens=processor.max_tokens,
         reach=reach,
     )
-
-
-def _theta(raw: JsonObject) -> float:
-    rope = raw.child("rope_parameters") or JsonObject({}, raw.where)
-    if rope.text("rope_type") not in (None, "axial", "default"):
-        raise rope.wrong("rope_type", "axial, or absent")
-    return rope.number("rope_theta", 1.0, 1e9, 100.0)
 
 
 def _read_gemma4_images(files: VisionFiles, tower: JsonObject, *, is_unified: bool) -> Gemma4Images:

@@ -3,7 +3,6 @@ models/idefics3 and models/smolvlm."""
 
 from cadenza.errors import CheckpointError
 from cadenza.json_object import JsonObject
-from cadenza.models.model_config import MAX_VOCAB_SIZE
 from cadenza.models.towers.reader import (
     MAX_PIXELS_OF_SIDE,
     SiglipDefaults,
@@ -11,10 +10,12 @@ from cadenza.models.towers.reader import (
     VisionFiles,
     check_steps,
     read_filter,
+    read_image_token,
     read_normalisation,
     read_siglip,
 )
 from cadenza.vision.idefics3 import Idefics3Processor
+from cadenza.vision.patches import Normalisation
 from cadenza.vision.tower_config import (
     ProjectorConfig,
     ProjectorLinear,
@@ -36,8 +37,6 @@ _IMAGE_TOKEN = 128_257
 _DEFAULTS = SiglipDefaults(hidden_size=1152, num_heads=16, patch_size=32)
 _TILE = 364  # transformers' defaults
 
-_HALF = (0.5, 0.5, 0.5)
-
 
 def _read(files: VisionFiles) -> VisionConfig:
     raw = files.config
@@ -53,9 +52,7 @@ def _read(files: VisionFiles) -> VisionConfig:
             f"{files.processor.where}: tiles of {processor.tile} pixels have {patches} patches a "
             f"side; the tower has positions for {tower.table.side}, and {side} of them make a token"
         )
-    token_id = raw.integer("image_token_id", 0, MAX_VOCAB_SIZE, _IMAGE_TOKEN)
-    if token_id >= files.text.vocab_size:
-        raise raw.wrong("image_token_id", f"within the vocabulary of {files.text.vocab_size}")
+    token_id = read_image_token(files, _IMAGE_TOKEN)
     return VisionConfig(
         family=raw.text("model_type") or "smolvlm",
         tower=tower,
@@ -76,7 +73,7 @@ def _read_processor(raw: JsonObject, patch_size: int, side: int) -> Idefics3Proc
         merge=side,
         splits=raw.flag("do_image_splitting", True),
         resample=read_filter(raw, "lanczos"),
-        normalisation=read_normalisation(raw, _HALF, _HALF),
+        normalisation=read_normalisation(raw, Normalisation()),
     )
 
 

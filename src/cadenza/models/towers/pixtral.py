@@ -3,14 +3,15 @@ transformers, models/pixtral and models/mistral3."""
 
 import math
 
-from cadenza.json_object import JsonObject
 from cadenza.models.model_config import MAX_HEADS, MAX_LAYERS, MAX_VOCAB_SIZE, MAX_WIDTH
 from cadenza.models.towers.reader import (
+    CLIP_NORMALISATION,
     MAX_PATCH,
     MAX_PIXELS_OF_SIDE,
     TowerReader,
     VisionFiles,
     check_steps,
+    read_axial_theta,
     read_filter,
     read_normalisation,
     read_tower_activation,
@@ -45,8 +46,6 @@ NAMES = TowerNames(
 _IMAGE_TOKEN = 10
 _NORM_EPS = 1e-5  # of the tower's norms, whatever the file says
 
-_CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
-_CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 _LONGEST_EDGE = 1024
 
 
@@ -64,6 +63,7 @@ def _read(files: VisionFiles) -> VisionConfig:
         raise tower.wrong("head_dim", f"hidden_size / num_attention_heads, which is {head_dim}")
     patch = tower.integer("patch_size", 1, MAX_PATCH, 14)
     processor = _read_processor(files, patch, side)
+    theta = tower.number("rope_theta", 1.0, 1e9, 10_000.0)
     longest = math.ceil(processor.longest_edge / processor.unit)
     return VisionConfig(
         family="mistral3",
@@ -80,7 +80,7 @@ def _read(files: VisionFiles) -> VisionConfig:
             names=NAMES,
             norm="rms",
             activation=read_tower_activation(tower, "hidden_act", "gelu"),
-            rope=TowerRope(theta=_theta(tower), alternates=True),
+            rope=TowerRope(theta=read_axial_theta(tower, theta), alternates=True),
             has_patch_bias=False,
             has_attention_bias=False,
             has_mlp_bias=False,
@@ -119,14 +119,6 @@ def _projector(files: VisionFiles, side: int, width: int) -> ProjectorConfig:
     )
 
 
-def _theta(raw: JsonObject) -> float:
-    rope = raw.child("rope_parameters") or JsonObject({}, raw.where)
-    if rope.text("rope_type") not in (None, "axial", "default"):
-        raise rope.wrong("rope_type", "axial, or absent")
-    theta = raw.number("rope_theta", 1.0, 1e9, 10_000.0)
-    return rope.number("rope_theta", 1.0, 1e9, theta)
-
-
 def _read_processor(files: VisionFiles, patch: int, side: int) -> PixtralImages:
     raw = files.processor
     check_steps(raw)
@@ -149,7 +141,7 @@ def _read_processor(files: VisionFiles, patch: int, side: int) -> PixtralImages:
         patch_size=patch,
         merge_size=side,
         resample=read_filter(raw, "bicubic"),
-        normalisation=read_normalisation(raw, _CLIP_MEAN, _CLIP_STD),
+        normalisation=read_normalisation(raw, CLIP_NORMALISATION),
         max_tokens=files.max_tokens,
     )
 

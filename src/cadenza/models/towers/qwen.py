@@ -9,13 +9,15 @@ from dataclasses import dataclass, replace
 
 from cadenza.errors import CheckpointError
 from cadenza.json_object import JsonObject
-from cadenza.models.model_config import MAX_HEADS, MAX_LAYERS, MAX_VOCAB_SIZE, MAX_WIDTH
+from cadenza.models.model_config import MAX_HEADS, MAX_LAYERS, MAX_WIDTH
 from cadenza.models.towers.reader import (
+    CLIP_NORMALISATION,
     MAX_PATCH,
     TowerReader,
     VisionFiles,
     check_steps,
     read_filter,
+    read_image_token,
     read_normalisation,
     read_tower_activation,
 )
@@ -41,8 +43,6 @@ MAX_PIXELS = 1 << 26
 MAX_MERGE = 8
 MAX_POSITIONS = 1 << 20
 
-_CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
-_CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 _LEAST, _MOST = 56 * 56, 28 * 28 * 1280
 _PATCH = 14  # defaults of transformers' processor
 
@@ -89,9 +89,7 @@ def _read(files: VisionFiles) -> VisionConfig:
             f"{', '.join(map(str, found))}, but the tower's are {tower.patch_size}, {tower.merge}, "
             f"{frames}; correct one of them"
         )
-    token_id = raw.integer("image_token_id", 0, MAX_VOCAB_SIZE, generation.image_token_id)
-    if token_id >= files.text.vocab_size:
-        raise raw.wrong("image_token_id", f"within the vocabulary of {files.text.vocab_size}")
+    token_id = read_image_token(files, generation.image_token_id)
     return VisionConfig(
         family=name,
         tower=tower,
@@ -119,7 +117,7 @@ def read_qwen_images(raw: JsonObject, max_tokens: int) -> QwenImages:
         min_pixels=pixels("min_pixels", "shortest_edge", _LEAST),
         max_pixels=pixels("max_pixels", "longest_edge", _MOST),
         resample=read_filter(raw, "bicubic"),
-        normalisation=read_normalisation(raw, _CLIP_MEAN, _CLIP_STD),
+        normalisation=read_normalisation(raw, CLIP_NORMALISATION),
         max_tokens=max_tokens,
     )
 

@@ -10,7 +10,13 @@ from typing import cast
 from cadenza.config import DEFAULT_IMAGE_MAX_TOKENS
 from cadenza.errors import CheckpointError
 from cadenza.json_object import JsonObject, read_json_object, shorten
-from cadenza.models.model_config import MAX_HEADS, MAX_LAYERS, MAX_WIDTH, ModelConfig
+from cadenza.models.model_config import (
+    MAX_HEADS,
+    MAX_LAYERS,
+    MAX_VOCAB_SIZE,
+    MAX_WIDTH,
+    ModelConfig,
+)
 from cadenza.vision.patches import Normalisation
 from cadenza.vision.processor import CHANNELS, FILTERS, Filter
 from cadenza.vision.tower_config import (
@@ -69,6 +75,11 @@ IMAGE_PROCESSOR_FILE = "preprocessor_config.json"
 
 MAX_PIXELS_OF_SIDE = 1 << 14
 
+# of OpenAI's CLIP
+CLIP_NORMALISATION = Normalisation(
+    mean=(0.48145466, 0.4578275, 0.40821073), std=(0.26862954, 0.26130258, 0.27577711)
+)
+
 _STEPS = ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb")
 
 
@@ -95,15 +106,30 @@ def read_filter(raw: JsonObject, default: Filter) -> Filter:
     return FILTERS[raw.integer("resample", 0, len(FILTERS) - 1, FILTERS.index(default))]
 
 
-def read_normalisation(
-    raw: JsonObject, mean: tuple[float, float, float], std: tuple[float, float, float]
-) -> Normalisation:
+def read_normalisation(raw: JsonObject, default: Normalisation) -> Normalisation:
     """Of `rescale_factor`, `image_mean` and `image_std`, with these defaults."""
     return Normalisation(
-        factor=raw.number("rescale_factor", 1e-6, 1.0, 1.0 / 255.0),
-        mean=_channels(raw, "image_mean", -10.0, mean),
-        std=_channels(raw, "image_std", 1e-6, std),
+        factor=raw.number("rescale_factor", 1e-6, 1.0, default.factor),
+        mean=_channels(raw, "image_mean", -10.0, default.mean),
+        std=_channels(raw, "image_std", 1e-6, default.std),
     )
+
+
+def read_image_token(files: VisionFiles, default: int) -> int:
+    """Of the text model's vocabulary. Raises CheckpointError."""
+    token_id = files.config.integer("image_token_id", 0, MAX_VOCAB_SIZE, default)
+    if token_id >= files.text.vocab_size:
+        within = f"within the vocabulary of {files.text.vocab_size}"
+        raise files.config.wrong("image_token_id", within)
+    return token_id
+
+
+def read_axial_theta(raw: JsonObject, default: float) -> float:
+    """Of the rope of a tower with these settings."""
+    rope = raw.child("rope_parameters") or JsonObject({}, raw.where)
+    if rope.text("rope_type") not in (None, "axial", "default"):
+        raise rope.wrong("rope_type", "axial, or absent")
+    return rope.number("rope_theta", 1.0, 1e9, default)
 
 
 def _channels(
