@@ -168,12 +168,9 @@ class RequestRecord:
         if found.prompt_use is not None:
             usage.used[prompt] = found.prompt_use
         for output in outputs:
-            index, num_generated_tokens = (
-                prompt * self.n + output.index,
-                output.num_generated_tokens,
-            )
-            num_new += num_generated_tokens - usage.generated.get(index, 0)
-            usage.generated[index] = num_generated_tokens
+            index, num_generated = prompt * self.n + output.index, output.num_generated_tokens
+            num_new += num_generated - usage.generated.get(index, 0)
+            usage.generated[index] = num_generated
             if output.num_reasoning_tokens:
                 usage.reasoning[index] = output.num_reasoning_tokens
             if output.num_accepted_drafts or output.num_rejected_drafts:

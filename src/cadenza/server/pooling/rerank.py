@@ -105,10 +105,8 @@ class RerankRequest(PooledRequest):
 
     def whole_answer(self, head: AnswerHead, outputs: Sequence[RequestOutput]) -> bytes:
         """In the shape of Jina's and Cohere's."""
-        vectors, own = (
-            [values_of(embedding_bytes(output)) for output in outputs],
-            head.text.score_head,
-        )
+        vectors = [values_of(embedding_bytes(output)) for output in outputs]
+        own = head.text.score_head
         # One state for each document, or embeddings, the query's first.
         scores = _similarities(vectors) if own is None else [*map(own.score, vectors)]
         order = sorted(range(len(scores)), key=lambda index: (-scores[index], index))
