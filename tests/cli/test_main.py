@@ -1,19 +1,27 @@
-"""Exit codes, error lines, and what starting the command costs."""
+"""Exit codes, error lines, what a start costs, Ctrl-C, and what a long command shows."""
 
+import gc
 import json
 import os
+import queue
 import re
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.main import get_command
 
 import cadenza as package
+from cadenza.cli import INTERRUPTED, main
 from cadenza.cli.app import build_app
+from cadenza.cli.interrupts import dropped_interrupts_raised
 from cadenza.cli.options import VARIABLES_WITHOUT_FLAG, variables_of
+from cadenza.cli.status import PlainStatus, progress_bar, status_line
 from tests.by_day import by_day
 from tests.cli.harness import COMMAND, ENGINE, Ran, run_cadenza
 
@@ -300,3 +308,121 @@ def test_output_that_the_locale_cannot_encode_is_replaced_rather_than_an_error(m
     ran = run_cadenza(["info", model], PYTHONIOENCODING="ascii")
     assert (ran.code, ran.err) == (0, "")
     assert re.search(r"revision +\?", ran.out)
+
+
+def press_in_the_collector() -> None:
+    """Ctrl-C within a callback of the garbage collector, as JAX has one."""
+
+    def press(phase: str, _: object) -> None:
+        gc.callbacks.remove(press)
+        signal.raise_signal(signal.SIGINT)
+
+    gc.callbacks.append(press)
+
+
+class Finalised:
+    """Ctrl-C within a finaliser."""
+
+    def __del__(self) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+
+def press_in_a_finaliser() -> None:
+    Finalised()
+
+
+@pytest.mark.parametrize("press", [press_in_the_collector, press_in_a_finaliser])
+def test_an_interrupt_that_python_drops_is_raised_again(press: Callable[[], None]):
+    def wait() -> None:
+        with dropped_interrupts_raised():
+            press()
+            gc.collect()
+            threading.Event().wait(10)
+
+    with pytest.raises(KeyboardInterrupt):
+        wait()
+
+
+def test_other_exceptions_that_are_dropped_are_reported_as_before():
+    reported: list[object] = []
+    previous, sys.unraisablehook = sys.unraisablehook, reported.append
+    try:
+        with dropped_interrupts_raised():
+
+            def fail(_phase: str, _: object) -> None:
+                gc.callbacks.remove(fail)
+                raise ValueError
+
+            gc.callbacks.append(fail)
+            gc.collect()
+        assert len(reported) == 1
+        assert sys.unraisablehook == reported.append
+    finally:
+        sys.unraisablehook = previous
+
+
+def test_a_benchmark_that_is_interrupted_within_the_collector_exits_with_130():
+    cost = ("--step-cost", "5.4,0.25,0.1,0.00002", "--policies", "fcfs")
+    press_in_the_collector()
+    assert main(["bench", "simulate", *cost, "--num-requests", "1000000"]) == INTERRUPTED
+
+
+ONCE_S = 0.001
+
+
+@pytest.fixture
+def lines() -> "queue.Queue[str]":
+    return queue.Queue()
+
+
+def test_in_a_pipe_a_line_says_what_is_done_and_another_what_is_done_then(
+    lines: "queue.Queue[str]",
+):
+    with PlainStatus("loading", ONCE_S, lines.put) as status:
+        assert lines.get(timeout=10) == "cadenza: loading"
+        status("run 1 of 2, about 2 min left")
+        assert lines.get(timeout=10) == "cadenza: run 1 of 2, about 2 min left"
+    assert lines.empty()
+
+
+def test_what_goes_on_is_said_once(lines: "queue.Queue[str]"):
+    with PlainStatus("loading", ONCE_S, lines.put) as status:
+        for text in ("loading", "loading", "running"):
+            status(text)
+        assert lines.get(timeout=10) in ("cadenza: loading", "cadenza: running")
+    assert lines.qsize() <= 1
+
+
+def test_a_pipe_that_nobody_reads_is_no_error():
+    def write(_: str) -> None:
+        raise BrokenPipeError
+
+    with PlainStatus("loading", ONCE_S, write) as status:
+        status("running")
+
+
+@pytest.mark.parametrize("shown", [status_line, progress_bar])
+def test_a_short_command_says_nothing_in_a_pipe(shown: object, capsys: pytest.CaptureFixture[str]):
+    with shown("loading"):  # type: ignore[operator]
+        pass
+    assert capsys.readouterr() == ("", "")
+
+
+def test_lines_of_the_result_go_to_stdout_at_once(capsys: pytest.CaptureFixture[str]):
+    with status_line("running") as status:
+        status.print("1  23.4")
+        assert capsys.readouterr() == ("1  23.4\n", "")
+
+
+def test_on_a_terminal_lines_of_the_result_go_to_stdout_and_the_spinner_to_stderr(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    assert Console(stderr=True).is_terminal
+    with status_line("running") as status:
+        status.print("1  23.4")
+        status("running still")
+    captured = capsys.readouterr()
+    assert captured.out == "1  23.4\n"
+    assert "running" in captured.err
