@@ -14,8 +14,8 @@ from cadenza.config import EngineLimits, ImageLimits
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.loop import StepRunner
 from cadenza.errors import ConfigError, InvalidRequestError
-from cadenza.verification.image_modes import ImageSpans, image_modes
-from cadenza.verification.step_faults import IMAGE_FAULTS, absent_faults, digest_without_sides
+from cadenza.verification.faults import IMAGE_FAULTS, absent_faults, digest_without_sides
+from cadenza.verification.modes import ImageSpans, image_modes
 from cadenza.verification.verifier import Verifier, VerifierResult
 from cadenza.verification.workload import (
     Arrival,

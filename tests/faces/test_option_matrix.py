@@ -21,27 +21,25 @@ from cadenza.loading.build import constraint_compiler, plan_model
 from cadenza.loading.planned_engine import PlannedEngine
 from cadenza.request import Request, SamplingParams
 from cadenza.structured import StructuredOutput
-from cadenza.verification.forms import (
-    JSON_FORMS,
-    MASK_FAULTS,
-    TEXT_FORMS,
-    Forms,
-    make_forms,
-    spec_of,
-)
-from cadenza.verification.modes import Counts
+from cadenza.verification.faults import MASK_FAULTS
 from cadenza.verification.option_matrix import (
     BAD_WORD_FIELD,
     FORM_FIELD,
+    JSON_FORMS,
     OPTIONS,
+    TEXT_FORMS,
+    Forms,
     MatrixVocabulary,
     OptionCoverage,
     OptionMatrix,
     all_pairs,
     covering_rows,
+    make_forms,
     make_matrix,
     missing_pairs,
+    spec_of,
 )
+from cadenza.verification.play import Counts
 from cadenza.verification.reference import ReferenceEngine, build_reference, ruled_logits
 from cadenza.verification.verifier import ModeResult, ReferenceCheck, Verifier, VerifierResult
 from cadenza.verification.workload import Arrival, WorkloadShape, make_workload

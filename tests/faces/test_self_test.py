@@ -15,7 +15,14 @@ from cadenza.checkpoint.random_checkpoint import named_shape
 from cadenza.config import EngineConfig, EngineLimits
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.loop import StepRunner
-from cadenza.verification.forms import MASK_FAULTS
+from cadenza.verification.faults import (
+    DRAFT_FAULTS,
+    MASK_FAULTS,
+    STATE_FAULTS,
+    STATES,
+    FaultyPacker,
+    Spoil,
+)
 from cadenza.verification.run import VerifyOptions
 from cadenza.verification.self_test import (
     DRAFTS,
@@ -23,13 +30,6 @@ from cadenza.verification.self_test import (
     Outcome,
     SelfTestResult,
     self_test,
-)
-from cadenza.verification.step_faults import (
-    DRAFT_FAULTS,
-    STATE_FAULTS,
-    STATES,
-    FaultyPacker,
-    Spoil,
 )
 from cadenza.verification.verifier import Verdict, Verifier, VerifierResult
 from cadenza.verification.workload import WorkloadShape, make_workload

@@ -15,7 +15,8 @@ from cadenza.config import EngineConfig, EngineLimits, Quantization
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.errors import ConfigError
 from cadenza.verification.differences import Mismatch, first_difference
-from cadenza.verification.modes import Counts, Stream, batched_modes
+from cadenza.verification.modes import batched_modes
+from cadenza.verification.play import Counts, Stream
 from cadenza.verification.reference import ReferenceEngine
 from cadenza.verification.run import KV_TOLERANCE, QUANTISED_TOLERANCE, VerifyOptions, verify
 from cadenza.verification.verifier import (

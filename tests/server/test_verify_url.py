@@ -20,9 +20,14 @@ from cadenza.frontend.loaded_model import load_model
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.request import Request, SamplingParams
 from cadenza.verification.differences import lack_of
-from cadenza.verification.forms import JSON_FORMS, TEXT_FORMS
-from cadenza.verification.modes import Stream, TokenRecord
-from cadenza.verification.option_matrix import OPTIONS, OptionMatrix, all_pairs, covering_rows
+from cadenza.verification.option_matrix import (
+    JSON_FORMS,
+    OPTIONS,
+    TEXT_FORMS,
+    OptionMatrix,
+    all_pairs,
+    covering_rows,
+)
 from cadenza.verification.over_http import (
     SENT_AS,
     UNSEEDED,
@@ -31,6 +36,7 @@ from cadenza.verification.over_http import (
     remote_options,
     verify_url,
 )
+from cadenza.verification.play import Stream, TokenRecord
 from cadenza.verification.remote_server import SENT_OPTIONS, Answer, body_of
 from cadenza.verification.workload import LONGEST_PROMPT
 from tests.by_day import by_day

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 
 from cadenza.request import Request
-from cadenza.verification.modes import Stream, TokenRecord
+from cadenza.verification.play import Stream, TokenRecord
 from cadenza.verification.reference import ReferenceResult
 
 INDEPENDENT = "independent reference"

@@ -1,7 +1,7 @@
-"""The matrix of sampling options: requests that cover every pair of values of two options.
-Invariants: a pure function of the workload; no request bans every token; stop tokens and bad words
-are allowed by the other options, so that they do occur.
-"""
+"""The matrix of sampling options: requests that cover every pair of values of two options, among
+them forms of answers. Invariants: a pure function of the workload; no request bans every token;
+stop tokens and bad words are allowed by the other options, so that they do occur; a request that
+allows `Forms.going_on` always has a token that may follow."""
 
 import random
 from collections.abc import Callable, Iterable, Sequence
@@ -9,10 +9,80 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
-from cadenza.request import Request
-from cadenza.structured import StructuredOutput
-from cadenza.verification.forms import JSON_FORMS, TEXT_FORMS, spec_of
+from cadenza.structured import (
+    CompileConstraint,
+    ConstraintSpec,
+    StructuredOutput,
+)
+from cadenza.text.constraints.token_constraint import ConstraintCompiler
+from cadenza.text.schemas.grammar import grammar_of
 from cadenza.verification.workload import Arrival
+
+COMPILE_S = 60.0
+
+# Each a token by itself, with which every form can be written.
+CHARACTERS = 'abcdefghijklmnopqrstuvwxyz0123456789 "{}:,'
+
+# Text that must follow is allowed in the tokens that the tokenizer makes of it, and no others. So
+# names of members are single letters, and letters and digits take turns in the choices.
+_WORD = {"type": "string", "pattern": "^[a-z]{6,}$"}
+
+JSON_FORMS = (
+    StructuredOutput(
+        json={
+            "type": "object",
+            "properties": {"w": _WORD, "i": {"type": "integer"}},
+            "required": ["w", "i"],
+            "additionalProperties": False,
+        },
+        whitespace="any",  # else a name is followed by tokens of two characters only
+    ),
+    StructuredOutput(json_object=True),
+)
+TEXT_FORMS = (
+    StructuredOutput(regex="[a-z0-9 ]{16,}"),
+    StructuredOutput(choice=["q7x2k9v4j1z8w3y5", "q7x2k8m1b6n3c5l0"]),
+    StructuredOutput(grammar='start: WORD ("," WORD)+ "," start\nWORD: /[a-z]{4,9}/'),
+    StructuredOutput(grammar='root ::= ("a" [0-9]+ " ")+ root'),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forms:
+    """`compile`: of constraints that were compiled before, so that each is there at once;
+    `going_on`: the tokens of `CHARACTERS`."""
+
+    compile: CompileConstraint
+    going_on: frozenset[int]
+
+    def constrain(self, arrivals: Sequence[Arrival]) -> tuple[Arrival, ...]:
+        """Every second one has a form."""
+        forms = (*JSON_FORMS, *TEXT_FORMS)
+        return tuple(
+            each.asking(constraint=spec_of(forms[i // 2 % 6])) if i % 2 else each
+            for i, each in enumerate(arrivals)
+        )
+
+
+def make_forms(compiler: ConstraintCompiler | None) -> Forms | None:
+    """None for a model whose tokens are not known, or lack one of the characters."""
+    if compiler is None or not compiler.has_loaded():
+        return None
+    for form in (*JSON_FORMS, *TEXT_FORMS):
+        assert compiler.compile(spec_of(form)).result(COMPILE_S) is not None
+    single = "".join(rf"\{each}" if each in "{}" else each for each in CHARACTERS)
+    constraint = compiler.compile(spec_of(StructuredOutput(regex=f"[{single}]"))).result(COMPILE_S)
+    assert constraint is not None
+    mask = int.from_bytes(constraint.allowed(), "little")
+    going_on = frozenset(i for i in range(mask.bit_length()) if mask >> i & 1)
+    if len(going_on) < len(CHARACTERS):
+        return None
+    return Forms(compile=compiler.compile, going_on=going_on)
+
+
+def spec_of(form: StructuredOutput) -> ConstraintSpec:
+    return ConstraintSpec(grammar=grammar_of(form))
+
 
 Pair = tuple[int, int, int, int]  # (factor, its level, a later factor, its level)
 
@@ -216,16 +286,13 @@ class OptionMatrix:
     def apply(
         self, arrivals: Sequence[Arrival], vocabulary: MatrixVocabulary
     ) -> tuple[Arrival, ...]:
-        played: list[Arrival] = []
-        for index, (arrival, row) in enumerate(zip(arrivals, self.rows, strict=True)):
-            sets = _token_sets(index, vocabulary)
-            request = self._combine(arrival.request, row, sets, vocabulary.going_on)
-            played.append(replace(arrival, request=request))
-        return tuple(played)
+        pairs = enumerate(zip(arrivals, self.rows, strict=True))
+        return tuple(self._combine(each, row, at, vocabulary) for at, (each, row) in pairs)
 
     def _combine(
-        self, request: Request, row: Row, sets: TokenSets, going_on: frozenset[int]
-    ) -> Request:
+        self, arrival: Arrival, row: Row, index: int, vocabulary: MatrixVocabulary
+    ) -> Arrival:
+        sets, asked = _token_sets(index, vocabulary), arrival.request.params
         values: dict[str, Any] = {
             option.name: option.levels[level](sets)
             for option, level in zip(self.options, row, strict=True)
@@ -234,12 +301,12 @@ class OptionMatrix:
         if form is not None and values["min_tokens"] and form.json_object:
             form = JSON_FORMS[0]  # an object may have fewer tokens
         if form is not None and values["allowed_token_ids"] is not None:
-            allowed = {*values["allowed_token_ids"], *going_on}
+            allowed = {*values["allowed_token_ids"], *vocabulary.going_on}
             values["allowed_token_ids"] = tuple(sorted(allowed))
-        max_tokens = max(request.params.max_tokens or 0, values["min_tokens"])
-        params = replace(request.params, **values, max_tokens=max_tokens, structured=form)
+        max_tokens = max(asked.max_tokens or 0, values["min_tokens"])
+        params = replace(asked, **values, max_tokens=max_tokens, structured=form)
         constraint = None if form is None else spec_of(form)
-        return replace(request, params=params, bad_word_token_ids=bad_words, constraint=constraint)
+        return arrival.asking(params=params, bad_word_token_ids=bad_words, constraint=constraint)
 
 
 def make_matrix(options: tuple[Option, ...] = OPTIONS) -> OptionMatrix:

@@ -17,16 +17,16 @@ from cadenza.frontend.progress import BatchProgress
 from cadenza.request import Request, SamplingParams
 from cadenza.server_link import ServerLink
 from cadenza.structured import StructuredOutput
-from cadenza.verification.forms import CHARACTERS
-from cadenza.verification.modes import Counts, OnProgress, Play, Stream, TokenRecord
 from cadenza.verification.option_matrix import (
     BAD_WORD_FIELD,
+    CHARACTERS,
     FORM_FIELD,
     OPTIONS,
     MatrixVocabulary,
     Option,
     OptionMatrix,
 )
+from cadenza.verification.play import Counts, OnProgress, Play, Stream, TokenRecord
 from cadenza.verification.remote_server import (
     SENT_OPTIONS,
     Answer,

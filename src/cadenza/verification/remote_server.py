@@ -13,7 +13,7 @@ import httpx
 from cadenza.errors import ConfigError
 from cadenza.request import PARAMETERS, Request
 from cadenza.server_link import ServerLink
-from cadenza.verification.modes import Stream, TokenRecord
+from cadenza.verification.play import Stream, TokenRecord
 
 TIMEOUT_S = 600.0
 RETRY_S = 0.1

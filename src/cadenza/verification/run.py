@@ -34,12 +34,17 @@ from cadenza.loading.engine_plan import EnginePlan, pages_at_once, with_pool
 from cadenza.loading.planned_engine import PlannedEngine
 from cadenza.models.model_config import window_of
 from cadenza.structured import CompileConstraint
-from cadenza.verification.forms import Forms, make_forms
-from cadenza.verification.image_modes import ImageSpans
-from cadenza.verification.modes import MakeCore
-from cadenza.verification.option_matrix import FORM_FIELD, MatrixVocabulary, OptionMatrix
+from cadenza.verification.faults import MakePacker
+from cadenza.verification.modes import ImageSpans
+from cadenza.verification.option_matrix import (
+    FORM_FIELD,
+    Forms,
+    MatrixVocabulary,
+    OptionMatrix,
+    make_forms,
+)
+from cadenza.verification.play import MakeCore
 from cadenza.verification.reference import build_reference
-from cadenza.verification.step_faults import MakePacker
 from cadenza.verification.verifier import (
     ReferenceCheck,
     ReferenceKind,
@@ -131,14 +136,13 @@ def checkpoint_of(options: VerifyOptions) -> Generator[Checkpoint]:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifierWorkload:
     """`wanted`: tokens that its longest stream should have; `forms`: those of the matrix, if the
-    model has a tokenizer; `sight`: what the images are of, if there are any."""
+    model has a tokenizer; `images`: their shape, if there are any."""
 
     arrivals: tuple[Arrival, ...]
     matrix: OptionMatrix | None
     wanted: int
-    context: int
     forms: Forms | None
-    sight: ImageShape | None = None
+    images: ImageShape | None
 
 
 def prepare_workload(
@@ -146,22 +150,8 @@ def prepare_workload(
 ) -> tuple[EnginePlan, VerifierWorkload]:
     """And a plan whose queue fits all samples and whose pool fits a full batch."""
     plan = _plan(options, checkpoint)
-    workload = _with_images(
-        _workload(options, checkpoint, plan), options, checkpoint, digest_of, plan.limits.page_size
-    )
-    chosen = options.config.sparse_prompts
-    if plan.scorer is not None and chosen is not None:
-        sparse = with_sparse_prompts(workload.arrivals, chosen.keep)
-        workload = replace(workload, arrivals=sparse)
-    requests = [arrival.request for arrival in workload.arrivals]
-    limits = replace(plan.limits, max_num_queued_reqs=sum(each.params.n for each in requests))
-    plan = replace(plan, limits=limits)
-    return with_pool(plan, options.config, pages_at_once(requests, limits)), workload
-
-
-def _workload(options: VerifyOptions, checkpoint: Checkpoint, plan: EnginePlan) -> VerifierWorkload:
-    limits = plan.limits
-    matrix, wanted = options.matrix, _wanted_length(options, checkpoint, plan.traits)
+    limits, matrix, forms = plan.limits, options.matrix, None
+    wanted = _wanted_length(options, checkpoint, plan.traits)
     shape = WorkloadShape(
         num_requests=options.num_requests if matrix is None else len(matrix.rows),
         rows=limits.max_num_seqs,
@@ -173,7 +163,6 @@ def _workload(options: VerifyOptions, checkpoint: Checkpoint, plan: EnginePlan) 
         seed=options.seed,
     )
     arrivals = make_workload(shape)
-    forms = None
     if matrix is not None:
         forms = make_forms(constraint_compiler(checkpoint))
         matrix = matrix if forms is not None else matrix.without(FORM_FIELD)
@@ -183,20 +172,29 @@ def _workload(options: VerifyOptions, checkpoint: Checkpoint, plan: EnginePlan) 
             going_on=frozenset() if forms is None else forms.going_on,
         )
         arrivals = matrix.apply(arrivals, vocabulary)
-    return VerifierWorkload(
-        arrivals=arrivals, matrix=matrix, wanted=wanted, forms=forms, context=shape.context
+    images = _image_shape(options, checkpoint, limits, digest_of)
+    if images is not None:
+        make = make_image_workload if options.images else without_placeholders
+        arrivals = make(arrivals, images)
+    chosen = options.config.sparse_prompts
+    if plan.scorer is not None and chosen is not None:
+        arrivals = with_sparse_prompts(arrivals, chosen.keep)
+    requests = [each.request for each in arrivals]
+    limits = replace(limits, max_num_queued_reqs=sum(each.params.n for each in requests))
+    plan = with_pool(replace(plan, limits=limits), options.config, pages_at_once(requests, limits))
+    return plan, VerifierWorkload(
+        arrivals=arrivals,
+        matrix=matrix,
+        wanted=wanted,
+        forms=forms,
+        images=images if options.images else None,
     )
 
 
-def _with_images(
-    workload: VerifierWorkload,
-    options: VerifyOptions,
-    checkpoint: Checkpoint,
-    digest_of: DigestOf,
-    page_size: int,
-) -> VerifierWorkload:
-    """Without placeholders that stand for nothing; with images if they are asked for. Raises
-    ConfigError if the model takes none."""
+def _image_shape(
+    options: VerifyOptions, checkpoint: Checkpoint, limits: EngineLimits, digest_of: DigestOf
+) -> ImageShape | None:
+    """None for a model that does not see. Raises ConfigError if images are asked for then."""
     vision = checkpoint.config.vision if checkpoint.is_known else None
     if vision is None:
         if options.images:
@@ -204,20 +202,16 @@ def _with_images(
                 "--images: the model takes no images, or --no-images is given; leave out --images, "
                 "or name a model that sees, say bundled-vision"
             )
-        return workload
-    shape = ImageShape(
+        return None
+    return ImageShape(
         processor=vision.processor,
         token_id=vision.image_token_id,
         vocab_size=checkpoint.outline.vocab_size,
-        context=workload.context,
-        page_size=page_size,
+        context=limits.max_model_len,
+        page_size=limits.page_size,
         seed=options.seed,
         digest_of=digest_of,
     )
-    if options.images:
-        arrivals = make_image_workload(workload.arrivals, shape)
-        return replace(workload, arrivals=arrivals, sight=shape)
-    return replace(workload, arrivals=without_placeholders(workload.arrivals, shape))
 
 
 def _plan(options: VerifyOptions, checkpoint: Checkpoint) -> EnginePlan:
@@ -282,6 +276,10 @@ def _reference(
 def verifier_of(
     options: VerifyOptions, plan: EnginePlan, workload: VerifierWorkload, make_core: MakeCore
 ) -> Verifier:
+    spans = None
+    if workload.images is not None:
+        longest, are_whole = largest_span(workload.images), plan.traits.whole_span > 0
+        spans = ImageSpans(longest=longest, are_whole=are_whole)
     return Verifier(
         make_core=make_core,
         limits=plan.limits,
@@ -293,15 +291,9 @@ def verifier_of(
         coverage=None if workload.matrix is None else workload.matrix.coverage(),
         wanted=workload.wanted,
         speculation=options.config.speculation,
-        image_spans=_spans_of(workload, plan),
+        image_spans=spans,
         has_sparse=any(each.request.sparse_prefill for each in workload.arrivals),
     )
-
-
-def _spans_of(workload: VerifierWorkload, plan: EnginePlan) -> ImageSpans | None:
-    if workload.sight is None:
-        return None
-    return ImageSpans(longest=largest_span(workload.sight), are_whole=plan.traits.whole_span > 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

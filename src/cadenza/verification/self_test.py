@@ -1,5 +1,5 @@
 """`self_test`: the verifier without a fault, then with each known fault, which it must catch: of
-the backend's op table, of what steps say (`step_faults`) and of masks (`forms`).
+the backend's op table, of what steps say and of masks (`faults`).
 Invariant: a fault is planted if the model and the workload can show it.
 """
 
@@ -19,7 +19,18 @@ from cadenza.errors import ConfigError
 from cadenza.loading.build import constraint_compiler, describe_backend
 from cadenza.speculative_config import SpeculativeConfig
 from cadenza.structured import CompileConstraint
-from cadenza.verification.forms import MASK_FAULTS, make_forms
+from cadenza.verification.faults import (
+    DRAFT_FAULTS,
+    IMAGE_FAULTS,
+    MASK_FAULTS,
+    STATE_FAULTS,
+    STATES,
+    FaultyPacker,
+    MakePacker,
+    absent_faults,
+    digest_without_sides,
+)
+from cadenza.verification.option_matrix import make_forms
 from cadenza.verification.run import (
     EngineParts,
     VerifierWorkload,
@@ -28,16 +39,6 @@ from cadenza.verification.run import (
     core_maker,
     prepare_workload,
     verifier_of,
-)
-from cadenza.verification.step_faults import (
-    DRAFT_FAULTS,
-    IMAGE_FAULTS,
-    STATE_FAULTS,
-    STATES,
-    FaultyPacker,
-    MakePacker,
-    absent_faults,
-    digest_without_sides,
 )
 from cadenza.verification.verifier import ReportProgress, Verdict, VerifierResult
 from cadenza.verification.workload import LONGEST_SHORT_PROMPT, DigestOf
@@ -238,7 +239,7 @@ class _Tested:
     def faults(self) -> Iterator[_Planted]:
         yield from self._of_operations()
         yield from self._of_states()
-        if self._workload.sight is not None:
+        if self._workload.images is not None:
             yield from self._of_images()
         yield from self._of_masks()
 

@@ -25,21 +25,24 @@ from cadenza.verification.differences import (
     first_difference,
     lack_of,
 )
-from cadenza.verification.image_modes import ImageSpans, image_modes
 from cadenza.verification.modes import (
+    ImageSpans,
+    batched_modes,
+    image_modes,
+    with_drafts,
+    with_scores,
+)
+from cadenza.verification.option_matrix import OptionCoverage
+from cadenza.verification.play import (
     Counts,
     MakeCore,
     OnProgress,
     Play,
     Stream,
     TokenRecord,
-    batched_modes,
     play_alone,
     play_showing,
-    with_drafts,
-    with_scores,
 )
-from cadenza.verification.option_matrix import OptionCoverage
 from cadenza.verification.reference import ReferenceEngine
 from cadenza.verification.workload import Arrival
 
@@ -415,7 +418,8 @@ class _ScoredToken:
 
 def _with_logprobs(arrival: Arrival) -> Arrival:
     params = arrival.request.params
-    if params.logprobs is not None:
-        return arrival
-    request = replace(arrival.request, params=replace(params, logprobs=0))
-    return replace(arrival, request=request)
+    return (
+        arrival
+        if params.logprobs is not None
+        else arrival.asking(params=replace(params, logprobs=0))
+    )

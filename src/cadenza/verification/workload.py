@@ -6,6 +6,7 @@ with the first rows, mid-stream, and one that shares the first's tokens."""
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from cadenza.errors import ConfigError, InvalidRequestError
 from cadenza.request import Attachment, Request, SamplingParams
@@ -67,6 +68,10 @@ class Arrival:
     step: int
     request: Request
 
+    def asking(self, **changes: Any) -> "Arrival":
+        """With other fields of the request."""
+        return replace(self, request=replace(self.request, **changes))
+
 
 def make_workload(shape: WorkloadShape) -> tuple[Arrival, ...]:
     """Ordered by step: the first `rows` at step 0, the others over later steps."""
@@ -80,10 +85,9 @@ def make_workload(shape: WorkloadShape) -> tuple[Arrival, ...]:
             step += rng.randint(0, 4)
         arrivals.append(Arrival(step, _make_request(rng, shape, index, prefix, longest)))
     for index, prompt in _long_prompts(rng, shape).items():
-        request = arrivals[index].request
-        params = replace(request.params, max_tokens=shape.max_tokens, ignore_eos=True)
-        request = replace(request, prompt_token_ids=prompt, params=params)
-        arrivals[index] = replace(arrivals[index], request=request)
+        params = arrivals[index].request.params
+        params = replace(params, max_tokens=shape.max_tokens, ignore_eos=True)
+        arrivals[index] = arrivals[index].asking(prompt_token_ids=prompt, params=params)
     return tuple(arrivals)
 
 
@@ -130,10 +134,8 @@ def with_sparse_prompts(arrivals: tuple[Arrival, ...], keep: float) -> tuple[Arr
     for each in arrivals:
         sparse = _sparse_of(each.request, keep)
         num_able += sparse is not None
-        if sparse is not None and num_able % EVERY:
-            found.append(replace(each, request=replace(each.request, sparse_prefill=sparse)))
-        else:
-            found.append(each)
+        is_pruned = sparse is not None and num_able % EVERY
+        found.append(each.asking(sparse_prefill=sparse) if is_pruned else each)
     return tuple(found)
 
 
@@ -164,27 +166,19 @@ DigestOf = Callable[[bytes, ImagePart, bytes], bytes]
 
 
 @dataclass(frozen=True, slots=True)
-class _Image:
-    """Its tokens in a prompt, and its parts from the first of them on."""
-
-    token_ids: tuple[int, ...]
-    parts: tuple[Attachment, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class _Prompt:
+    """Tokens and images: a whole prompt, or a piece of one."""
+
     token_ids: tuple[int, ...] = ()
     attachments: tuple[Attachment, ...] = ()
 
-    def plus(self, *pieces: "Sequence[int] | _Image") -> "_Prompt":
+    def plus(self, *pieces: "Sequence[int] | _Prompt") -> "_Prompt":
         tokens, parts = self.token_ids, self.attachments
-        for piece in pieces:
-            if isinstance(piece, _Image):
-                start = len(tokens)
-                parts += tuple(replace(each, start=start + each.start) for each in piece.parts)
-                tokens += piece.token_ids
-            else:
-                tokens += tuple(piece)
+        for each in pieces:
+            piece = each if isinstance(each, _Prompt) else _Prompt(tuple(each))
+            start = len(tokens)
+            parts += tuple(replace(part, start=start + part.start) for part in piece.attachments)
+            tokens += piece.token_ids
         return _Prompt(tokens, parts)
 
 
@@ -250,24 +244,21 @@ def make_image_workload(arrivals: Sequence[Arrival], shape: ImageShape) -> tuple
     make = _Maker(shape, rng)
     kinds = (make.text, make.shared, make.behind, make.twice, make.first, make.turned, make.several)
     played: list[Arrival] = []
-    for index, arrival in enumerate(arrivals):
+    for index, arrival in enumerate(without_placeholders(arrivals, shape)):
         request = arrival.request
-        own = [shape.text_token(each) for each in request.prompt_token_ids]
         room = shape.context - (request.params.max_tokens or 1)
-        prompt = kinds[index % len(kinds)](own, room)
-        request = replace(
-            request, prompt_token_ids=prompt.token_ids, attachments=prompt.attachments
+        prompt = kinds[index % len(kinds)]([*request.prompt_token_ids], room)
+        played.append(
+            arrival.asking(prompt_token_ids=prompt.token_ids, attachments=prompt.attachments)
         )
-        played.append(replace(arrival, request=request))
     return tuple(played)
 
 
 def without_placeholders(arrivals: Sequence[Arrival], shape: ImageShape) -> tuple[Arrival, ...]:
-    played: list[Arrival] = []
-    for arrival in arrivals:
-        tokens = tuple(shape.text_token(each) for each in arrival.request.prompt_token_ids)
-        played.append(replace(arrival, request=replace(arrival.request, prompt_token_ids=tokens)))
-    return tuple(played)
+    return tuple(
+        each.asking(prompt_token_ids=tuple(map(shape.text_token, each.request.prompt_token_ids)))
+        for each in arrivals
+    )
 
 
 class _Maker:
@@ -310,7 +301,7 @@ class _Maker:
     def turned(self, own: list[int], room: int) -> _Prompt:
         return self._fit(_Prompt().plus(own[:3], self._next_turned()), own[3:], room)
 
-    def _next_turned(self) -> _Image:
+    def _next_turned(self) -> _Prompt:
         image, other = self._turned
         self._turned = other, image
         return image
@@ -335,7 +326,7 @@ class _Maker:
     def _token(self) -> int:
         return self._shape.text_token(self._rng.randrange(self._shape.vocab_size))
 
-    def _turned_images(self) -> tuple[_Image, _Image]:
+    def _turned_images(self) -> tuple[_Prompt, _Prompt]:
         plans = [plan for plan in self._shape.plans if len(plan.parts) == 1]
         by_sides = {(plan.parts[0].width, plan.parts[0].height): plan for plan in plans}
         for (width, height), plan in by_sides.items():
@@ -345,7 +336,7 @@ class _Maker:
                 return self._placed(plan, [pixels]), self._placed(turned, [pixels])
         return self._images[0], self._images[1]
 
-    def _image(self, plan: ImagePlan, index: int) -> _Image:
+    def _image(self, plan: ImagePlan, index: int) -> _Prompt:
         parts = [self._pixels(part) for part in plan.parts]
         if index == 1:  # tiles of which two are equal
             parts = [parts[0] if len(each) == len(parts[0]) else each for each in parts]
@@ -354,7 +345,7 @@ class _Maker:
     def _pixels(self, part: ImagePart) -> bytes:
         return self._rng.randbytes(part.num_bytes)
 
-    def _placed(self, plan: ImagePlan, pixels: Sequence[bytes]) -> _Image:
+    def _placed(self, plan: ImagePlan, pixels: Sequence[bytes]) -> _Prompt:
         """As tokens; each text is two of them."""
         shape, tokens = self._shape, list[int]()
         places: dict[int, tuple[int, int]] = {}
@@ -378,7 +369,7 @@ class _Maker:
             )
             for index, part in enumerate(plan.parts)
         ]
-        return _Image(tuple(tokens), tuple(sorted(parts, key=lambda each: each.start)))
+        return _Prompt(tuple(tokens), tuple(sorted(parts, key=lambda each: each.start)))
 
 
 def _num_tokens(plan: ImagePlan) -> int:

@@ -1,11 +1,11 @@
-"""Faults of recurrent states, their rollback and images, which the verifier must catch, and which
-models show them. They make a stream depend on other rows, drafts or steps, and are planted in a
-step's inputs or in the digests of images, so that they are the same on every backend.
-"""
+"""Faults that the verifier must catch, and which models show them: of recurrent states, their
+rollback, images and masks. They make a stream depend on other rows, drafts or steps, and are
+planted in a step's inputs, the digests of images or a compiler of masks, so that they are the same
+on every backend."""
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from cadenza.batch.batch import Batch, BatchEntry, SeenImage
 from cadenza.batch.packing import Packer
 from cadenza.batch.step_schema import ModelInputs
 from cadenza.config import EngineLimits
+from cadenza.structured import CompileConstraint, Constraint, PendingConstraint
 from cadenza.verification.workload import Arrival, has_turned_images
 from cadenza.vision.processor import ImagePart
 
@@ -150,4 +151,93 @@ IMAGE_FAULTS: Mapping[str, FaultOfImages] = {
     "rows and columns exchanged in rope": FaultOfImages(spoil=_sides_exchanged, needs_axes=True),
     "the lag of rope dropped at decode": FaultOfImages(spoil=_lag_dropped, needs_axes=True),
     "a digest without width and height": FaultOfImages(needs_turned=True),
+}
+
+
+@dataclass(slots=True, eq=False)
+class _Shared:
+    mask: bytes | None = None
+    owner: object = None
+
+
+@dataclass(slots=True, eq=False)
+class _Faulty:
+    inner: Constraint
+
+    @property
+    def is_complete(self) -> bool:
+        return self.inner.is_complete
+
+    @property
+    def has_failed(self) -> bool:
+        return self.inner.has_failed
+
+    def accept(self, token_id: int) -> None:
+        self.inner.accept(token_id)
+
+    def allowed(self) -> bytes:
+        return self.inner.allowed()
+
+    def forced(self) -> Sequence[int]:
+        return ()  # every token is sampled, under the mask with the fault
+
+    def fork(self) -> Constraint | None:
+        inner = self.inner.fork()
+        return None if inner is None else replace(self, inner=inner)
+
+
+@dataclass(slots=True, eq=False)
+class _OneStepOld(_Faulty):
+    last: bytes | None = None
+
+    def allowed(self) -> bytes:
+        mask = self.inner.allowed()
+        found, self.last = self.last or mask, mask
+        return found
+
+
+@dataclass(slots=True, eq=False)
+class _OfAnotherRow(_Faulty):
+    shared: _Shared = field(default_factory=_Shared)
+
+    def allowed(self) -> bytes:
+        mask, shared = self.inner.allowed(), self.shared
+        is_other = shared.owner is not self and shared.mask is not None
+        found = shared.mask if is_other else mask
+        shared.mask, shared.owner = mask, self
+        assert found is not None
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    inner: PendingConstraint
+    spoil: Callable[[Constraint], Constraint]
+
+    def done(self) -> bool:
+        return self.inner.done()
+
+    def cancel(self) -> bool:
+        return self.inner.cancel()
+
+    def result(self, timeout: float | None = None) -> Constraint | None:
+        found = self.inner.result(timeout)
+        return None if found is None else self.spoil(found)
+
+
+def _old_masks(compile: CompileConstraint) -> CompileConstraint:
+    return lambda spec: _Pending(compile(spec), _OneStepOld)
+
+
+def _masks_of_others(compile: CompileConstraint) -> CompileConstraint:
+    shared = _Shared()
+    return lambda spec: _Pending(compile(spec), lambda inner: _OfAnotherRow(inner, shared))
+
+
+# Faults by name: each makes the compiler of one engine faulty.
+
+
+MASK_FAULTS: Mapping[str, Callable[[CompileConstraint], CompileConstraint]] = {
+    "a constraint's mask is one step old": _old_masks,
+    "a row has the mask of another constraint": _masks_of_others,
 }
