@@ -4,7 +4,6 @@ heavy is imported before a body runs.
 
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,7 +11,7 @@ import typer
 from cadenza.bench.serve_options import LoadOptions
 from cadenza.cli.bench_command import BenchCommand, ShapeFlag, model_or_shape
 from cadenza.cli.options import EngineFlags, JsonFlag, ModelArgument
-from cadenza.cli.report import PlotFlag, check_plot
+from cadenza.cli.report import Shown
 from cadenza.cli.status import progress_bar, status_line
 from cadenza.config import EngineConfig
 from cadenza.errors import ConfigError
@@ -28,7 +27,8 @@ def bench_batching(
     config: EngineFlags,
     model: ModelArgument = None,
     shape: ShapeFlag = None,
-    json: JsonFlag = False,
+    *,
+    shown: Shown,
 ) -> int:
     """Compare continuous batching with other ways to batch, on the same engine and requests.
 
@@ -40,19 +40,16 @@ def bench_batching(
     from cadenza_bench.batching.report import batching_result
     from cadenza_bench.batching.rounds import measure_batching
 
-    plot = _folder(options.plot)
-    check_plot(plot)
     chosen = model_or_shape(model, shape)
     with status_line("starting") as report:
         found = measure_batching(chosen, config, options, report)
-    return batching_result(found, options).show(as_json=json, plot=plot)
+    return batching_result(found, options).show(shown)
 
 
 def bench_compare(
     compared: CompareOptions,
     options: LoadOptions,
-    plot: PlotFlag = None,
-    json: JsonFlag = False,
+    shown: Shown,
 ) -> int:
     """Load servers in alternating rounds with the same requests, and compare their answers' times.
 
@@ -60,10 +57,9 @@ def bench_compare(
     """
     from cadenza_bench.compare.rounds import compare_servers, comparison_result
 
-    check_plot(plot)
     with status_line("starting") as report:
         found = compare_servers(compared, options, report)
-    return comparison_result(found, options, compared.rounds).show(as_json=json, plot=plot)
+    return comparison_result(found, options, compared.rounds).show(shown)
 
 
 def bench_spec_prefill(
@@ -71,7 +67,8 @@ def bench_spec_prefill(
     config: EngineFlags,
     model: ModelArgument = None,
     shape: ShapeFlag = None,
-    json: JsonFlag = False,
+    *,
+    shown: Shown,
 ) -> int:
     """Measure what sparse prefill gains and costs: first tokens, right answers, likeness.
 
@@ -81,15 +78,13 @@ def bench_spec_prefill(
     from cadenza_bench.spec_prefill.measure import measure_spec_prefill
     from cadenza_bench.spec_prefill.report import spec_prefill_result
 
-    plot = _folder(options.plot)
-    check_plot(plot)
     chosen, own = model_or_shape(model, shape), config.sparse_prompts or SpecPrefillConfig()
     draft = model_or_shape(own.model, options.draft_shape)
     if draft is not None:
         config = replace(config, spec_prefill=replace(own, model=str(draft)))
     with status_line("starting") as report:
         found = measure_spec_prefill(chosen, config, options, report)
-    return spec_prefill_result(found).show(as_json=json, plot=plot)
+    return spec_prefill_result(found).show(shown)
 
 
 def bench_startup(
@@ -103,7 +98,7 @@ def bench_startup(
 
     with status_line("starting") as report:
         found = measure_startup(model, config, repeats=repeats, report=report)
-    return startup_result(_machine(config), found).show(as_json=json)
+    return startup_result(_machine(config), found).show(Shown(json=json))
 
 
 def bench_load(
@@ -119,7 +114,7 @@ def bench_load(
     chosen = model_or_shape(model, shape)
     with status_line("starting") as report:
         found = measure_load(chosen, config, repeats=repeats, report=report)
-    return load_result(_machine(config), found).show(as_json=json)
+    return load_result(_machine(config), found).show(Shown(json=json))
 
 
 def bench_simulate(
@@ -148,11 +143,7 @@ def bench_simulate(
             server = given_server(options.step_cost, config)
     with progress_bar("simulating") as on_progress:
         found = simulate_all(server, options, on_progress)
-    return simulation_result(found, options).show(as_json=json)
-
-
-def _folder(name: str | None) -> Path | None:
-    return None if name is None else Path(name)
+    return simulation_result(found, options).show(Shown(json=json))
 
 
 def _machine(config: EngineConfig) -> dict[str, object]:

@@ -10,6 +10,7 @@ import pytest
 from cadenza import EngineConfig
 from cadenza.bench.workloads import PlannedRequest
 from cadenza.cli import main
+from cadenza.cli.report import Shown
 from cadenza.errors import ConfigError
 from cadenza_bench.batching.bars import Bar, ideal_gain
 from cadenza_bench.batching.plan import (
@@ -208,10 +209,10 @@ def test_a_runner_whose_tokens_depend_on_the_rows_fails_the_comparison(
     assert (difference.expected_of, difference.round) == ("continuous, 2 clients, round 1", 1)
     assert difference.found != difference.expected
     shown = batching_result(result(plan, found), BatchingOptions())
-    assert shown.show(as_json=False) == 1
+    assert shown.show(Shown()) == 1
     text = f"request {difference.request}, token {difference.position} of the answer"
     assert text in capsys.readouterr().out
-    assert shown.show(as_json=True) == 1
+    assert shown.show(Shown(json=True)) == 1
     told = json.loads(capsys.readouterr().out)
     assert told["tokens_equal"] is False
     assert told["first_difference"]["mode"] == difference.mode

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from cadenza.bench.workloads import PlannedRequest
+from cadenza.cli.report import Shown
 from cadenza_bench.batching.bars import Bar, StepRates, ideal_gain, static_steps, waiting
 from cadenza_bench.batching.figures import ModeFigures, PlayedRun, first_token_difference
 from cadenza_bench.batching.plan import BatchingLoad, BatchingOptions
@@ -247,7 +248,7 @@ def test_a_printed_gain_is_the_ratio_of_the_columns_beside_it(
     repeats: int, capsys: pytest.CaptureFixture[str]
 ):
     plan = small_plan(repeats=repeats)
-    batching_result(result(plan, compared(plan)), BatchingOptions()).show(as_json=False)
+    batching_result(result(plan, compared(plan)), BatchingOptions()).show(Shown())
     closed, at_once, waits = tables(capsys.readouterr().out)
     for table in (closed, at_once, waits):
         assert [each["mode"] for each in table] == list(plan.modes)

@@ -30,6 +30,7 @@ from cadenza.cli.app import build_app
 from cadenza.cli.bench import NAMES
 from cadenza.cli.bench_report import throughput_result, throughput_watch
 from cadenza.cli.options import variables_of
+from cadenza.cli.report import Shown
 from cadenza.cli.status import status_line
 from cadenza_bench.startup import PHASES, Startup, startup_result
 from cadenza_bench.startup_probe import measure_start
@@ -169,7 +170,7 @@ def test_rates_with_a_bound_and_a_profile_are_tables_for_people(
         roofline=machine,
         results=(ConcurrencyResult(concurrency=2, decode=rate, prefill=rate),),
     )
-    throughput_result(found).show(as_json=False)
+    throughput_result(found).show(Shown())
     out = capsys.readouterr().out
     for said in ("read 45.0 GB/s, 970 GFLOP/s in bfloat16", "reading", "decode step at 2 rows:"):
         assert said in out
@@ -228,12 +229,12 @@ def test_startup_prints_the_phases_of_the_middle_start_and_the_worst(
 ):
     starts = ((0.1, 0.2, 0.3, 0.4, 0.9), (0.1, 0.2, 0.3, 1.4, 0.5), (0.1, 0.2, 0.3, 0.6, 0.5))
     found = [Startup(caches="cold", starts=starts)]
-    startup_result({}, found).show(as_json=True)
+    startup_result({}, found).show(Shown(json=True))
     (told,) = json.loads(capsys.readouterr().out)["results"]
     assert told["phases_s"]["compile"] == 0.4
     assert told["total_s"] == pytest.approx(sum(told["phases_s"].values()))
     assert (told["caches"], told["total_s"]) == ("cold", pytest.approx(1.9))
-    startup_result({}, found).show(as_json=False)
+    startup_result({}, found).show(Shown())
     out = capsys.readouterr().out
     assert re.search(r"cold .*0\.40 s .*1\.90 s .*2\.50 s", out)
     assert "the start of the median time of 3 starts" in out

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from cadenza.cli.report import Shown
 from cadenza.errors import ConfigError
 from cadenza.events import TokenLogprobs
 from cadenza.sparse_prefill import CHUNK, KeptTokens, kept_of_mask
@@ -193,9 +194,9 @@ def test_the_report_has_ratios_by_keep_and_length_and_says_which_baselines_are_a
     assert (row["keep"], row["input_len"], row["ttft_ratio"]) == (0.3, 512, 2.0)
     assert facts["beaten_by"] == []
     found = result({**RIGHT, "bm25": 0.8})
-    spec_prefill_result(found).show(as_json=True)
+    spec_prefill_result(found).show(Shown(json=True))
     assert json.loads(capsys.readouterr().out)["beaten_by"] == ["bm25"]
-    spec_prefill_result(found).show(as_json=False)
+    spec_prefill_result(found).show(Shown())
     assert "the draft model is no better than bm25 here" in capsys.readouterr().out
 
 
@@ -203,5 +204,5 @@ def test_a_task_that_whole_prompts_fail_counts_for_nothing(capsys: pytest.Captur
     found = result({**RIGHT, "bm25": 1.0}, whole=0.7)
     assert spec_prefill_result(found).object["beaten_by"] is None
     assert [chart.name for chart in spec_prefill_charts(found)] == ["ttft_ratio"]
-    spec_prefill_result(found).show(as_json=False)
+    spec_prefill_result(found).show(Shown())
     assert "right at every length: needle" in capsys.readouterr().out

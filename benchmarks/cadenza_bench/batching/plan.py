@@ -211,11 +211,6 @@ class BatchingOptions:
     repeats: int | None = flag(None, "Rounds, in each of which all modes play (default: 3).")
     seed: int = flag(0, "Seed of the requests and arrivals.", "--traffic-seed")
     check: bool = flag(False, "Exit with 1 also when a bar of the setting is missed.")
-    plot: str | None = flag(
-        None,
-        "Also draw charts into this folder: PNG files, and index.html with all of them.",
-        metavar="DIR",
-    )
 
     def __post_init__(self) -> None:
         self._check_numbers()

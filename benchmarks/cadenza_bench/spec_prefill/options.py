@@ -37,7 +37,6 @@ class SpecPrefillOptions:
         "anything: add --samples 0.",
         metavar="NAME|FILE",
     )
-    plot: str | None = flag(None, "A folder for charts and a page with them.", metavar="DIR")
 
     def __post_init__(self) -> None:
         check_whole("samples", self.samples, 0, MAX_SAMPLES)

@@ -14,6 +14,7 @@ from typer.main import get_command
 from cadenza.bench.workloads import Workload, check_whole
 from cadenza.cli.bench_command import BenchCommand, ShapeFlag, model_or_shape
 from cadenza.cli.options import EngineFlags, JsonFlag, ModelArgument
+from cadenza.cli.report import Shown, bytes_text
 from cadenza.cli.status import status_line
 from cadenza.config import MAX_SEED
 from cadenza.errors import ConfigError
@@ -48,7 +49,7 @@ def bench_throughput(
     with status_line("starting") as status:
         watch = ThroughputWatch(report=status) if json else throughput_watch(status)
         found = measure_throughput(chosen, config, workload, watch)
-    return throughput_result(found).show(as_json=json)
+    return throughput_result(found).show(Shown(json=json))
 
 
 def bench_roofline(json: JsonFlag = False) -> int:
@@ -63,7 +64,7 @@ def bench_roofline(json: JsonFlag = False) -> int:
         RooflineProbe(instruments, dtype).measure()
         for dtype in (dtypes if instruments is not None else dtypes[1:])
     ]
-    return roofline_result(describe_machine(instruments), found).show(as_json=json)
+    return roofline_result(describe_machine(instruments), found).show(Shown(json=json))
 
 
 def bench_make_checkpoint(
@@ -77,7 +78,6 @@ def bench_make_checkpoint(
 ) -> None:
     """Write random weights of a shape, in Hugging Face's layout."""
     from cadenza.bench.checkpoints import make_checkpoint, random_weights
-    from cadenza.cli.report import bytes_text
     from cadenza.weights.weight_format import WEIGHT_DTYPES
 
     if dtype is not None and dtype not in WEIGHT_DTYPES:

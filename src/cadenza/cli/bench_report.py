@@ -9,21 +9,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cadenza.bench.serve_options import LoadOptions, ServerAddress
-from cadenza.cli.options import JsonFlag
 from cadenza.cli.report import (
     Chart,
     Column,
     Columns,
     Machine,
-    PlotFlag,
     Result,
     RowLines,
     Rows,
+    Shown,
     Text,
     as_object,
     as_table,
     bytes_text,
-    check_plot,
     counted,
     digits_text,
     keys,
@@ -169,8 +167,7 @@ ENOUGH_FOR_P99 = 100
 def bench_serve(
     address: Annotated[ServerAddress, _URL],
     options: LoadOptions,
-    plot: PlotFlag = None,
-    json: JsonFlag = False,
+    shown: Shown,
 ) -> int:
     """Load a server that has the OpenAI API with streamed answers, and time them.
 
@@ -178,10 +175,9 @@ def bench_serve(
     """
     from cadenza.bench.serve import measure_serving
 
-    check_plot(plot)
     with status_line("starting") as report:
         found = measure_serving(address, options, report)
-    return serving_result(found, options).show(as_json=json, plot=plot)
+    return serving_result(found, options).show(shown)
 
 
 def serving_result(found: "ServeFigures", options: LoadOptions) -> Result:

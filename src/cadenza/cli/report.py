@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
+from cadenza.cli.options import JsonFlag
+
 if TYPE_CHECKING:
     from rich.table import Table
     from rich.table import Table as RichTable
@@ -234,13 +236,32 @@ Machine = Mapping[str, object]  # of `bench.machine.describe_machine`
 ChartKind = Literal["line", "bar", "timeline"]
 ChartPoint = Sequence[float | str]
 
+
+def _can_draw(folder: Path | None) -> Path | None:
+    """The folder. Raises ConfigError, before a long measurement, where charts cannot be drawn."""
+    if folder is not None:
+        from cadenza_bench.plots import require_plot_library
+
+        require_plot_library()
+    return folder
+
+
 PlotFlag = Annotated[
     Path | None,
     typer.Option(
         metavar="DIR",
+        callback=_can_draw,
         help="Also draw the figures: PNGs, and index.html with all of them, in this folder.",
     ),
 ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shown:
+    """How a result is shown."""
+
+    plot: PlotFlag = None
+    json: JsonFlag = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -300,23 +321,15 @@ class Result:
     def object(self) -> dict[str, Any]:
         return {**self.facts, **{name: each.objects for name, each in self.rows.items()}}
 
-    def show(self, *, as_json: bool, plot: Path | None = None) -> int:
+    def show(self, shown: "Shown") -> int:
         """Returns the exit code. Raises OSError where the folder `plot` cannot be written to."""
-        show_result(self.object, self.text, as_json=as_json)
-        if plot is not None:
+        show_result(self.object, self.text, as_json=shown.json)
+        if shown.plot is not None:
             from cadenza_bench.plots import write_plots
 
-            page, *_ = write_plots(plot, self.title, self.charts(), self.object)
+            page, *_ = write_plots(shown.plot, self.title, self.charts(), self.object)
             print(f"plots: {page}", file=sys.stderr)
         return self.exit_code
-
-
-def check_plot(folder: Path | None) -> None:
-    """Raises ConfigError, before a long measurement."""
-    if folder is not None:
-        from cadenza_bench.plots import require_plot_library
-
-        require_plot_library()
 
 
 def machine_text(machine: Machine) -> str:
