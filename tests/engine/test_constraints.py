@@ -13,12 +13,11 @@ from cadenza.backends.fake import FakeLateStepHandle, FakeStepHandle
 from cadenza.batch.step_schema import ModelInputs, StepOutput
 from cadenza.config import EngineLimits, SchedulerLoop
 from cadenza.engine.core import CoreOptions, EngineCore
-from cadenza.errors import InvalidRequestError
 from cadenza.events import Event, Finished, Token
 from cadenza.request import Request, SamplingParams
 from cadenza.scheduler.step_budget import MAX_STEP_MASKS
 from cadenza.scheduler.step_results import CONSTRAINT_FAILED
-from cadenza.structured import ConstraintSpec, StructuredOutput
+from cadenza.structured import ConstraintSpec
 from tests.engine.hashed_constraint import (
     FAILS_AFTER,
     NEVER,
@@ -277,17 +276,6 @@ def test_what_is_cancelled_is_not_compiled():
     engine.cancel(request_id)
     assert [each.is_cancelled for each in made] == [True] * 3
     assert engine.is_idle
-
-
-def test_an_engine_without_constraints_refuses_them():
-    engine = make_engine(LIMITS)
-    plain = EngineCore(engine.runner, LIMITS)
-    with pytest.raises(InvalidRequestError, match=r"no tokenizer\.json") as refused:
-        plain.submit(constrained(1))
-    assert refused.value.param == "structured"
-    unresolved = SamplingParams(structured=StructuredOutput(regex="a"))
-    with pytest.raises(InvalidRequestError, match="was not turned into a constraint"):
-        engine.submit(Request(prompt_token_ids=(1,), params=unresolved))
 
 
 def test_a_step_whose_masks_follow_has_no_drafts():

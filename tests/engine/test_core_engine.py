@@ -3,8 +3,6 @@
 Owns bar 8 (requests at the bounds of pool and context) and the order of launches and reads.
 """
 
-import math
-
 import pytest
 
 from cadenza.backends.fake import FakeRunner
@@ -12,11 +10,10 @@ from cadenza.config import EngineLimits, SchedulerLoop
 from cadenza.engine.core import EngineCore
 from cadenza.errors import EngineClosedError, InvalidRequestError, QueueFullError
 from cadenza.events import Finished, Started, Token
-from cadenza.request import Attachment, Request, SamplingParams
+from cadenza.request import Request, SamplingParams
 from tests.engine.simulation import (
     EOS_TOKEN_IDS,
     VOCAB_SIZE,
-    Parts,
     Record,
     make_engine,
     run_requests,
@@ -65,103 +62,6 @@ def test_ids_are_unique_and_grow_and_skip_nothing_for_refused_requests() -> None
     engine.cancel(second)
     third = engine.submit(greedy(prompt_of(3)))
     assert [first, second, third] == [0, 1, 2]
-
-
-@pytest.mark.parametrize(
-    ("request_", "param"),
-    [
-        (greedy(()), "prompt"),
-        (greedy((1, VOCAB_SIZE)), "prompt"),
-        (greedy((-1,)), "prompt"),
-        (greedy(prompt_of(96)), "prompt"),
-        (greedy(prompt_of(90), 7), "max_tokens"),
-        (greedy(prompt_of(96), None), "prompt"),
-        (
-            Request(prompt_token_ids=(1,), params=SamplingParams(stop_token_ids=(VOCAB_SIZE,))),
-            "stop_token_ids",
-        ),
-    ],
-    ids=["empty", "too big", "negative", "no room", "one too many", "full", "stop too big"],
-)
-def test_an_invalid_submit_names_the_param_and_changes_nothing(
-    request_: Request, param: str
-) -> None:
-    engine = make_engine(limits_of())
-    running = engine.submit(greedy(prompt_of(20)))
-    engine.step()
-    pool = engine.scheduler.kv_cache.pool
-    before = (pool.counts(), engine.num_queue_slots, launched(engine.runner))
-    with pytest.raises(InvalidRequestError) as refusal:
-        engine.submit(request_)
-    assert refusal.value.param == param
-    assert (pool.counts(), engine.num_queue_slots, launched(engine.runner)) == before
-    engine.check_invariants()
-    assert engine.submit(greedy(prompt_of(2))) == running + 1
-
-
-@pytest.mark.parametrize(
-    ("params", "param"),
-    [
-        (SamplingParams(logit_bias={VOCAB_SIZE: 1.0}), "logit_bias"),
-        (SamplingParams(allowed_token_ids=(3, -1)), "allowed_token_ids"),
-        (SamplingParams(bad_words=("no",)), "bad_words"),
-    ],
-)
-def test_tokens_that_do_not_exist_are_refused_by_name(params: SamplingParams, param: str) -> None:
-    with pytest.raises(InvalidRequestError) as refusal:
-        submit_to_new_engine(
-            prompt_token_ids=(1, 2), params=params, bad_word_token_ids=((1, VOCAB_SIZE),)
-        )
-    assert refusal.value.param == param
-
-
-def test_bad_words_without_their_tokens_are_refused() -> None:
-    with pytest.raises(InvalidRequestError, match="tokens") as refusal:
-        submit_to_new_engine(prompt_token_ids=(1, 2), params=SamplingParams(bad_words=("no",)))
-    assert refusal.value.param == "bad_words"
-
-
-def submit_to_new_engine(**fields: object) -> None:
-    engine = make_engine(limits_of())
-    engine.submit(Request(**fields))  # type: ignore[arg-type]
-    while not engine.is_idle:
-        engine.step()
-
-
-@pytest.mark.parametrize(
-    "item", [1.5, "1", True, None, math.nan, math.inf, (1,), 2**63, -(2**63), 10**400], ids=repr
-)
-def test_a_prompt_token_that_is_no_id_is_refused_by_name_and_reaches_no_step(item: object) -> None:
-    with pytest.raises(InvalidRequestError) as refusal:
-        submit_to_new_engine(prompt_token_ids=(1,) * 20 + (item,) * 20)
-    assert refusal.value.param == "prompt"
-
-
-@pytest.mark.parametrize("ids", [5, None, "12", 1.5, {}], ids=repr)
-def test_a_prompt_that_is_no_row_of_ids_is_refused_by_name(ids: object) -> None:
-    with pytest.raises(InvalidRequestError) as refusal:
-        submit_to_new_engine(prompt_token_ids=ids)
-    assert refusal.value.param == "prompt"
-
-
-@pytest.mark.parametrize("salt", [None, 5, b"salt", "\ud800"], ids=ascii)
-def test_a_cache_salt_that_is_no_encodable_text_is_refused_by_name(salt: object) -> None:
-    with pytest.raises(InvalidRequestError) as refusal:
-        submit_to_new_engine(prompt_token_ids=(1,) * 40, cache_salt=salt)
-    assert refusal.value.param == "cache_salt"
-
-
-def test_a_request_the_pool_can_never_hold_is_refused_with_both_numbers() -> None:
-    engine = make_engine(limits_of(num_pages=2))
-    with pytest.raises(InvalidRequestError, match=r"needs 3 KV pages and the pool has 2"):
-        engine.submit(greedy(prompt_of(30), 4))
-
-
-def test_a_prompt_beyond_the_context_is_refused_with_both_numbers() -> None:
-    with pytest.raises(
-        InvalidRequestError, match=r"length is 96 tokens.* has 90 tokens and max_tokens is 7"
-    ):
-        make_engine(limits_of()).submit(greedy(prompt_of(90), 7))
 
 
 @pytest.mark.parametrize("loop", LOOPS)
@@ -387,24 +287,6 @@ def test_a_second_turn_reuses_the_pages_of_the_first_answer() -> None:
     assert end.num_cached_tokens == 48
     tokens = tuple(event.token_id for event in events if isinstance(event, Token))
     assert tokens == solo_stream(request, request_id, 96).token_ids
-
-
-class WithoutLogprobs(FakeRunner):
-    @property
-    def capabilities(self) -> frozenset[str]:  # type: ignore[override]
-        return frozenset()
-
-
-def test_what_the_backend_lacks_is_refused_by_name() -> None:
-    engine = make_engine(limits_of(), parts=Parts(runner=WithoutLogprobs))
-    request = Request(prompt_token_ids=(1,), params=SamplingParams(logprobs=1))
-    with pytest.raises(InvalidRequestError, match="fake") as refusal:
-        engine.submit(request)
-    assert refusal.value.param == "logprobs"
-    image = Attachment(start=0, length=1, digest=b"image")
-    with pytest.raises(InvalidRequestError, match="attachments are not supported by the fake"):
-        engine.submit(Request(prompt_token_ids=(1,), attachments=(image,)))
-    assert engine.is_idle
 
 
 @pytest.mark.parametrize("loop", LOOPS)

@@ -4,6 +4,8 @@ The runner's hidden state of a token is a hash of all tokens up to it, read back
 table, so that any error in paging, chunking, sharing or preemption changes the embedding.
 """
 
+import math
+from collections.abc import Sequence
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,7 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from cadenza.backends.fake import HIDDEN_SIZE, FakeRunner, hidden_state
+from cadenza.backends.fake import FakeRunner, hidden_state
 from cadenza.batch.prompt import Pool
 from cadenza.batch.step_schema import ModelInputs, StepOutput
 from cadenza.config import SchedulerLoop
@@ -20,7 +22,6 @@ from cadenza.engine.core import EngineCore
 from cadenza.errors import InvalidRequestError
 from cadenza.events import Event, Finished, PromptLogprobs, Started, Token
 from cadenza.request import Pooling, PoolingParams, Request, SamplingParams
-from cadenza.structured import ConstraintSpec
 from cadenza.tenant import Tenant
 from tests.engine.simulation import ObservedRunner, Parts, make_engine
 from tests.engine.test_engine_prompt_logprobs import (
@@ -281,58 +282,82 @@ def test_a_tenants_pages_bound_it_as_any_other() -> None:
     check(engine, [pooled(prompt_of(90), "mean", tenant=small)] * 2)
 
 
-class NoStates(FakeRunner):
-    @property
-    def hidden_size(self) -> None:
-        return None
-
-
-def test_a_backend_without_hidden_states_refuses_by_name() -> None:
-    engine = make_engine(LIMITS, parts=Parts(runner=NoStates))
-    with pytest.raises(InvalidRequestError, match="fake backend") as refusal:
-        engine.submit(pooled([1], "last"))
-    assert refusal.value.param == "pooling"
-
-
-def test_more_dimensions_than_there_are_are_refused() -> None:
-    engine = make_engine(LIMITS)
-    check(engine, [pooled([1, 2], "mean", dimensions=HIDDEN_SIZE)])
-    with pytest.raises(InvalidRequestError, match="have 8") as refusal:
-        engine.submit(pooled([1], "last", dimensions=HIDDEN_SIZE + 1))
-    assert refusal.value.param == "dimensions"
-
-
-def test_a_pooling_that_was_not_resolved_is_refused() -> None:
-    with pytest.raises(InvalidRequestError, match="not resolved"):
-        make_engine(LIMITS).submit(Request(prompt_token_ids=(1,), pooling=PoolingParams()))
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"params": SamplingParams(max_tokens=3)},
-        {"params": SamplingParams(max_tokens=0, temperature=0.0, prompt_logprobs=1)},
-        {"bad_word_token_ids": ((5,),)},
-        {"prediction": (5,)},
-        {"constraint": ConstraintSpec(grammar="a")},
-    ],
-)
-def test_a_request_either_samples_or_is_pooled(options: dict[str, Any]) -> None:
-    with pytest.raises(InvalidRequestError, match="generates nothing"):
-        Request(prompt_token_ids=(1,), pooling=PoolingParams(), **options)
-
-
-@pytest.mark.parametrize(
-    "values", [{"pooling": "cls"}, {"dimensions": 0}, {"dimensions": 1.5}, {"dimensions": True}]
-)
-def test_params_of_pooling_are_checked(values: dict[str, Any]) -> None:
-    with pytest.raises(InvalidRequestError) as refusal:
-        PoolingParams(**values)
-    assert refusal.value.param in values
-
-
 def test_prompt_logprobs_are_no_part_of_it() -> None:
     engine = make_engine(LIMITS)
     events = check(engine, [pooled(prompt_of(90), "mean"), generating(40, 5, prompt_logprobs=1)])
     told = {event.request_id for event in events if isinstance(event, PromptLogprobs)}
     assert told == {1}
+
+
+STATES = np.random.default_rng(3).normal(size=(150, 24)).astype(np.float32)
+STATES[::7] *= np.float32(1e6)
+"""Of magnitudes so different that a sum in another order has other bits."""
+
+
+def pool_of(parts: Sequence[np.ndarray], dimensions: int | None = None) -> bytes:
+    pool = Pool(dimensions=dimensions)
+    for part in parts:
+        pool.add(part)
+    assert pool.finish()
+    assert pool.embedding is not None
+    return pool.embedding
+
+
+def test_a_state_that_is_not_scaled_is_as_it_was() -> None:
+    pool = Pool(dimensions=None, normalize=False)
+    pool.add(STATES[-1:])
+    assert pool.finish()
+    assert pool.embedding == STATES[-1].astype("<f4").tobytes()
+    assert pool_of([STATES[-1:]]) != pool.embedding
+
+
+def values_of(embedding: bytes) -> np.ndarray:
+    return np.frombuffer(embedding, "<f4")
+
+
+@pytest.mark.parametrize("cuts", [[1], [149], [10, 20, 30], list(range(1, 150))])
+def test_the_bits_do_not_depend_on_the_cuts(cuts: list[int]) -> None:
+    assert pool_of(np.split(STATES, cuts)) == pool_of([STATES])
+
+
+class SumsEachPart(Pool):
+    def add(self, states: np.ndarray) -> None:
+        super().add(states.sum(axis=0, dtype=np.float32)[None])
+
+
+def test_a_sum_of_sums_is_caught() -> None:
+    found = []
+    for cuts in ([], [10, 20, 30]):
+        pool = SumsEachPart(dimensions=None)
+        for part in np.split(STATES, cuts):
+            pool.add(part)
+        pool.finish()
+        found.append(pool.embedding)
+    assert found[0] != found[1]
+
+
+def test_it_is_the_mean_at_unit_length() -> None:
+    mean = STATES.astype(np.float64).mean(axis=0)
+    np.testing.assert_allclose(
+        values_of(pool_of([STATES])), mean / np.linalg.norm(mean), rtol=1e-6, atol=1e-7
+    )
+
+
+@pytest.mark.parametrize("dimensions", [1, 5, 24])
+def test_what_is_kept_has_unit_length(dimensions: int) -> None:
+    values = values_of(pool_of([STATES[:1]], dimensions))
+    assert len(values) == dimensions
+    assert math.isclose(float(np.linalg.norm(values)), 1.0, rel_tol=1e-6)
+    assert (np.sign(values) == np.sign(STATES[0, :dimensions])).all()
+
+
+def test_a_mean_of_zeros_stays_as_it_is() -> None:
+    assert not values_of(pool_of([np.zeros((2, 4), np.float32)])).any()
+
+
+@pytest.mark.parametrize("odd", [np.nan, np.inf])
+def test_states_that_are_not_finite_have_no_embedding(odd: float) -> None:
+    pool = Pool(dimensions=None)
+    pool.add(np.array([[1.0, odd], [2.0, 3.0]], np.float32))
+    assert not pool.finish()
+    assert pool.embedding is None

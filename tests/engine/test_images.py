@@ -14,12 +14,11 @@ from cadenza.batch.step_schema import ModelInputs
 from cadenza.config import EngineLimits, ImageLimits, SchedulerLoop
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.model_drafter import DraftModel
-from cadenza.engine.new_sequences import ResumedSample, Resumption
 from cadenza.engine.page_folder import PageFolder
 from cadenza.engine.stats import StepMeter
-from cadenza.errors import InvalidRequestError, RunnerError
+from cadenza.errors import RunnerError
 from cadenza.events import Finished, Preparing, Started, Token
-from cadenza.request import Attachment, Request, SamplingParams
+from cadenza.request import Request, SamplingParams
 from cadenza.scheduler.image_queue import ImageQueue
 from cadenza.speculative_config import SpeculativeConfig
 from cadenza.structured import ConstraintSpec
@@ -121,14 +120,6 @@ MANY = [
 @pytest.mark.parametrize("budget", range(4, 40, 5))
 def test_streams_are_exact_with_chunks_of_every_size(loop: SchedulerLoop, budget: int) -> None:
     engine, _ = engine_of(loop, max_num_batched_tokens=budget)
-    run_requests(engine, MANY).verify()
-
-
-@pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("num_slots", [16, 17, 22, 33])
-@pytest.mark.parametrize("num_pages", [8, 32])
-def test_tiny_pools_end_every_request(loop: SchedulerLoop, num_slots: int, num_pages: int) -> None:
-    engine, _ = engine_of(loop, images=with_slots(num_slots), num_pages=num_pages)
     run_requests(engine, MANY).verify()
 
 
@@ -265,23 +256,6 @@ def test_cancelling_one_of_two_who_wait_for_an_image_goes_on_for_the_other() -> 
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("failing", range(12))
-def test_a_step_that_fails_forgets_all_slots_and_streams_are_exact(
-    loop: SchedulerLoop, failing: int
-) -> None:
-    engine, runner = engine_of(loop, max_num_batched_tokens=8)
-    left = [failing]
-
-    def fails(_: ModelInputs) -> bool:
-        left[0] -= 1
-        return left[0] == -1
-
-    runner.fails = fails
-    run_requests(engine, MANY).verify()
-    assert engine.loop.num_failed_steps == 1
-
-
-@pytest.mark.parametrize("loop", LOOPS)
 def test_an_image_that_always_fails_ends_its_own_request_alone(loop: SchedulerLoop) -> None:
     engine, runner = engine_of(loop)
 
@@ -329,42 +303,6 @@ def test_no_step_names_the_slots_of_two_images_for_one_token() -> None:
         assert (each.tokens.image_slots[each.num_tokens :] == -1).all()
 
 
-def part_of(**changes: object) -> Attachment:
-    return replace(image_at(1, 1, 2, 3)[1][0], **changes)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("part", "message"),
-    [
-        (part_of(rows=3), "has 3 x 3 tokens and the prompt 6"),
-        (part_of(rows=0, columns=0), "has 0 x 0 tokens"),
-        (part_of(payload=b"abc"), "has 3 bytes; 6 x 4 pixels have 72"),
-        (part_of(width=0), "0 x 4 pixels"),
-        (part_of(length=5), "has 2 x 3 tokens and the prompt 5"),
-        (part_of(length=7), "begins and ends with no token of it"),
-        (part_of(start=0, length=7), "begins and ends with no token of it"),
-    ],
-)
-def test_forged_grids_spans_and_payloads_are_refused(part: Attachment, message: str) -> None:
-    engine, _ = engine_of()
-    tokens = (1, *image_at(1, 1, 2, 3)[0], 2, 3)
-    with pytest.raises(InvalidRequestError, match=message) as caught:
-        engine.submit(Request(prompt_token_ids=tokens, attachments=(part,)))
-    assert caught.value.param == "attachments"
-
-
-def test_a_placeholder_without_an_image_is_refused() -> None:
-    engine, _ = engine_of()
-    with pytest.raises(InvalidRequestError, match="holds the image token 96 where there is no"):
-        engine.submit(Request(prompt_token_ids=(1, IMAGE_TOKEN_ID, 2)))
-
-
-def test_an_image_with_more_tokens_than_slots_is_refused_at_once() -> None:
-    engine, _ = engine_of(images=with_slots(15))
-    with pytest.raises(InvalidRequestError, match="image 1 has 16 tokens and the engine has 15"):
-        engine.submit(request_of(text(3), CAT))
-
-
 def test_no_placeholder_is_ever_sampled() -> None:
     engine, _ = engine_of()
     record = run_requests(engine, MANY)
@@ -386,14 +324,6 @@ def test_images_give_their_requests_no_rules() -> None:
     engine, runner = engine_of(max_num_batched_tokens=64)
     run_requests(engine, [request_of(text(3), COW), request_of(text(5))])
     assert not [each for step in runner.inputs for each in step.rule_updates]
-
-
-def test_a_request_that_allows_the_placeholder_alone_is_refused() -> None:
-    engine, _ = engine_of()
-    engine.check(request_of(text(5), allowed_token_ids=(IMAGE_TOKEN_ID, 3)))
-    with pytest.raises(InvalidRequestError, match="holds the image token 96 alone") as found:
-        engine.check(request_of(text(5), allowed_token_ids=(IMAGE_TOKEN_ID,) * 2))
-    assert found.value.param == "allowed_token_ids"
 
 
 def test_a_request_of_text_looks_up_no_placeholder() -> None:
@@ -466,53 +396,6 @@ def test_a_constraint_that_wants_a_placeholder_ends_with_an_error() -> None:
     assert token.token_id != IMAGE_TOKEN_ID
     assert finished.error_kind == "none_allowed"
     assert finished.error_fields == ("structured",)
-
-
-@pytest.mark.parametrize("loop", LOOPS)
-def test_drafts_behind_images_are_accepted_and_change_no_token(loop: SchedulerLoop) -> None:
-    plain = request_of(text(6), CAT, text(6), max_tokens=30)
-    stream = run_requests(engine_of(loop)[0], [plain]).token_ids((0, 0))
-    engine, _ = engine_of(loop)
-    predicted = replace(plain, prediction=(*plain.prompt_token_ids[-3:], *stream))
-    record = run_requests(engine, [predicted, *MANY])
-    record.verify()
-    assert record.token_ids((0, 0)) == stream
-    assert engine.draft_counts.num_accepted_tokens > 10
-
-
-@pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("lost_at", range(1, 16, 2))
-def test_another_engine_goes_on_with_requests_and_their_images(
-    loop: SchedulerLoop, lost_at: int
-) -> None:
-    """The first is lost before a step, with that step's events, perhaps in an encode."""
-    engine, _ = engine_of(loop, max_num_batched_tokens=8)
-    record = Record(seed=0, engine=engine)
-    for request in MANY:
-        record.accept(engine.submit(request), request)
-    for _ in range(lost_at):
-        for event in engine.step():
-            record.take(event)
-    second, runner = engine_of(loop, max_num_batched_tokens=8)
-    for request_id, request in record.requests.items():
-        samples = tuple(
-            ResumedSample(
-                sample=sample,
-                token_ids=record.token_ids((request_id, sample)),
-                num_cached_tokens=0 if record.streams[request_id, sample] else None,
-            )
-            for _, sample in record.open_streams(request_id)
-        )
-        if samples:
-            second.resume(request_id, request, Resumption(samples=samples))
-    record.engine, record.started = second, set()
-    while not second.is_idle:
-        for event in second.step():
-            record.take(event)
-        second.check_invariants()
-        spoil_free_image_slots(second)
-    record.verify()
-    assert runner.encoded
 
 
 def test_a_restarted_engine_takes_images_from_the_disk_without_encoding(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from cadenza.batch.sequence import Sequence
 from cadenza.config import EngineLimits, SchedulingPolicy
 from cadenza.engine.core import EngineCore
-from cadenza.errors import InvalidRequestError
 from cadenza.events import Started, Token
 from cadenza.request import Request, SamplingParams
 from cadenza.scheduler.turns import FCFS, MAX_PREEMPTIONS, POLICIES, STARVATION_GUARD_S, TurnPolicy
@@ -129,18 +128,6 @@ def test_the_shortest_is_the_one_with_the_fewest_uncached_tokens() -> None:
     while not engine.is_idle:
         order += [event.request_id for event in engine.step() if isinstance(event, Started)]
     assert order == [3, 2]
-
-
-def test_a_priority_is_refused_where_it_has_no_effect() -> None:
-    engine = make_engine(LIMITS)
-    with pytest.raises(InvalidRequestError, match="--scheduling-policy priority"):
-        engine.submit(request_of(5, 1, priority=1))
-
-
-@pytest.mark.parametrize("priority", [1001, -1001, 1.5, True, "1", None])
-def test_a_priority_out_of_bounds_is_refused(priority: object) -> None:
-    with pytest.raises(InvalidRequestError, match="priority"):
-        Request(prompt_token_ids=(1,), priority=priority)  # type: ignore[arg-type]
 
 
 def sequences_of(priorities: Iterable[int], preempted: Iterable[int]) -> list[Sequence]:

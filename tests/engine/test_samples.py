@@ -1,25 +1,21 @@
 """n > 1: the samples of one request share its prompt's pages, and each is a stream of its own."""
 
 from dataclasses import replace
-from functools import partial
 
 import pytest
 
 from cadenza.batch.draw_keys import derive_sample_seed
-from cadenza.batch.packing import Packer
 from cadenza.config import EngineLimits, SchedulerLoop
 from cadenza.engine.core import EngineCore
 from cadenza.events import Finished
 from cadenza.request import Request, SamplingParams
 from tests.engine.simulation import (
     ObservedRunner,
-    Parts,
     Record,
     make_engine,
     run_requests,
 )
 from tests.engine.solo import solo_stream
-from tests.engine.test_faults import FaultyRunner
 
 LOOPS: tuple[SchedulerLoop, ...] = ("plain", "overlap")
 PROMPT = tuple((5 + index * 11) % 97 for index in range(40))
@@ -165,22 +161,3 @@ def test_usage_of_every_sample_counts_the_prompt_and_its_cached_part(loop: Sched
     for end in ends:
         assert (end.num_prompt_tokens, end.num_generated_tokens) == (40, 12)
         assert end.num_cached_tokens == 32
-
-
-def run_with_failed_step(at: int, loop: SchedulerLoop, packer: type[Packer] = Packer) -> None:
-    """Samples and penalised requests of which a step fails, which costs nobody anything."""
-    parts = Parts(runner=partial(FaultyRunner, kind="result raises", at=at), packer=packer)
-    plain = request_of(3, num_prompt_tokens=20)
-    ruled = replace(plain, params=replace(plain.params, n=1, presence_penalty=1.0))
-    engine = make_engine(limits_of(max_num_seqs=3), loop=loop, parts=parts)
-    record = run_requests(engine, [ruled, plain, ruled, plain])
-    record.verify()
-    assert engine.loop.num_failed_steps == 1
-
-
-@pytest.mark.parametrize("loop", LOOPS)
-def test_a_failed_step_leaves_the_samples_in_it_and_all_others_exact(
-    loop: SchedulerLoop,
-) -> None:
-    for at in range(30):
-        run_with_failed_step(at, loop)

@@ -17,7 +17,6 @@ from cadenza.engine.open_requests import OpenRequests
 from cadenza.engine.scoring_steps import PromptScorerModel
 from cadenza.engine.step_works import WorkOptions
 from cadenza.engine.timeouts import RequestTimeouts
-from cadenza.errors import InvalidRequestError
 from cadenza.events import Finished, Preparing, Started, Token
 from cadenza.request import Request
 from cadenza.scheduler.scoring_queue import ScoringQueue
@@ -317,15 +316,6 @@ def test_a_request_whose_scoring_ends_engines_is_known_by_it() -> None:
         books.record(told)
         books.lose_engine(0.0)
         assert [books.num_losses(each) for each in ids] == [number, 0]
-
-
-def test_a_prompt_beyond_the_scorers_context_is_refused() -> None:
-    scorer = scorer_of(LIMITS)
-    scorer = replace(scorer, limits=replace(scorer.limits, max_model_len=207))
-    engine = scoring_engine(scorer=scorer)
-    engine.submit(asking(tokens_of(200, 1)))
-    with pytest.raises(InvalidRequestError, match="at most 200"):
-        engine.submit(asking(tokens_of(201, 1)))
 
 
 def test_a_flood_of_short_prompts_does_not_keep_a_scoring_from_its_pages() -> None:

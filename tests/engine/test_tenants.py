@@ -17,7 +17,6 @@ from cadenza.batch.batch import BatchEntry
 from cadenza.batch.sequence import Sequence
 from cadenza.batch.step_cost import StepCost
 from cadenza.config import EngineLimits, SchedulingPolicy
-from cadenza.errors import InvalidRequestError
 from cadenza.events import Started, Token
 from cadenza.request import Request, SamplingParams
 from cadenza.scheduler.fair_share import MAX_COUNTERS, FairShare, ServiceCost, measured_service_cost
@@ -397,30 +396,3 @@ def test_all_tenants_together_fill_the_share_of_the_cache_that_is_given(share: f
     assert engine.scheduler.kv_cache.pool.counts().cached == int(32 * share)
     run_requests(engine, requests[-4:]).verify()
     assert bool(engine.scheduler.prefix_counts.num_hits) == (share > 0)
-
-
-def test_a_request_beyond_its_tenants_share_is_refused() -> None:
-    engine = make_engine(LIMITS)
-    params = SamplingParams(max_tokens=30)
-    tenant = Tenant(name="small", page_share=0.1)
-    with pytest.raises(InvalidRequestError, match="may hold 1 of the pool's 16"):
-        engine.submit(Request(prompt_token_ids=(1,), params=params, tenant=tenant))
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        *({"name": name} for name in (None, 5, "two words", "ü", "x" * 65, b"bytes", "a\0")),
-        *({"page_share": share} for share in (0, 1.1, float("nan"), "half", None)),
-        *({"cache_share": share} for share in (-0.1, 1.1, float("nan"), True)),
-        *({"weight": weight} for weight in (0, -1.0, float("nan"), float("inf"), "1", True, None)),
-    ],
-)
-def test_a_tenant_out_of_bounds_is_refused(fields: dict[str, object]) -> None:
-    with pytest.raises(InvalidRequestError, match="tenant"):
-        Tenant(**fields)  # type: ignore[arg-type]
-
-
-def test_a_request_takes_no_name_for_a_tenant() -> None:
-    with pytest.raises(InvalidRequestError, match="must be a Tenant"):
-        Request(prompt_token_ids=(1,), tenant="name")  # type: ignore[arg-type]

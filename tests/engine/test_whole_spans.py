@@ -9,7 +9,7 @@ from cadenza.batch.step_schema import NO_REACH, ModelInputs
 from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.config import EngineConfig, EngineLimits, ImageLimits
 from cadenza.engine.core import CoreOptions, EngineCore
-from cadenza.errors import ConfigError, InvalidRequestError, RunnerError
+from cadenza.errors import ConfigError, RunnerError
 from cadenza.events import Token
 from cadenza.loading.plan import make_plan
 from cadenza.request import Attachment, Request, SamplingParams
@@ -111,23 +111,6 @@ def test_streams_are_solo_at_every_budget_and_no_span_is_cut(budget: int, num_pa
     assert isinstance(runner, SeeingRunner)
     assert runner.num_reaching > 0
     assert engine.loop.num_failed_steps == 0
-
-
-def test_a_span_that_fits_no_step_is_refused_with_the_budget_that_it_needs() -> None:
-    engine = engine_of(16)
-    engine.check(request_of(60, (3, 17)))
-    with pytest.raises(InvalidRequestError, match="--max-num-batched-tokens 17"):
-        engine.submit(request_of(60, (3, 18)))
-
-
-def test_prompt_logprobs_are_refused_beside_such_spans() -> None:
-    request = Request(
-        prompt_token_ids=tuple(range(20)),
-        params=SamplingParams(prompt_logprobs=1),
-        attachments=(Attachment(start=3, length=4, digest=b"x"),),
-    )
-    with pytest.raises(InvalidRequestError, match="prompt_logprobs"):
-        engine_of(16).submit(request)
 
 
 TRAITS = BackendTraits(

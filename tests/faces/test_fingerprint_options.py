@@ -28,7 +28,7 @@ from cadenza.text.answers.tool_calls import TOOL_FORMATS
 from cadenza.text.answers.tool_format import Tool
 from cadenza.text.schemas.grammar import name_forms
 from tests.cli.harness import write_model
-from tests.engine.test_sparse_loading import SparseStub, config_of
+from tests.engine.test_sparse_prompts import SparseStub, config_of
 
 SMALL: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 256, "max_num_batched_tokens": 64}
 SHOUT = "{% for m in messages %}{{ m['content'] | upper }}{% endfor %}"

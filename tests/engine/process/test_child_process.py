@@ -1,11 +1,13 @@
 """The front end's handle on a process: what it prints, and what is done where it cannot start."""
 
 import errno
+import gc
 import logging
 import os
 import resource
 import selectors
 import signal
+import subprocess
 import sys
 from collections.abc import Generator, Sequence
 from contextlib import closing, contextmanager
@@ -15,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from cadenza.engine.process.child_process import ChildProcess
-from cadenza.engine.process.launch import LARGE_PAGES, FirstLaunch, Program, execute
+from cadenza.engine.process.launch import LARGE_PAGES, FirstLaunch, Program, execute, loading
 from cadenza.engine.process.messages import OUTPUT_LOGGER
 from cadenza.engine.process.process_link import LOG_EVERY_S, SHORTAGE
 from cadenza.errors import EngineUnavailableError
@@ -199,3 +201,28 @@ def test_a_load_without_descriptors_is_tried_until_it_has_some(
     front.engine.wait_ready(TIMEOUT_S)
     assert caplog.text.count(SHORTAGE) == 1
     assert "config.json cannot be read" in caplog.text
+
+
+FREEZE = """
+import gc
+from cadenza.engine.process.launch import freeze_heap, loading
+with loading():
+    assert not gc.isenabled()
+    freeze_heap()
+    assert gc.isenabled() and gc.get_freeze_count() > 0
+assert gc.isenabled()
+"""
+
+
+def test_no_garbage_is_collected_while_a_process_loads_or_fails_to():
+    assert gc.isenabled()
+    with loading():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    with pytest.raises(ValueError, match="no model"), loading():
+        raise ValueError("no model")
+    assert gc.isenabled()
+
+
+def test_garbage_is_collected_again_once_the_heap_is_frozen():
+    subprocess.run([sys.executable, "-c", FREEZE], check=True)
