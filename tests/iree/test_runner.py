@@ -18,17 +18,15 @@ from tests.contract.backends import COMPILED_LIMITS
 from tests.contract.checks import CHECKS, OTHER, PROMPT, Bench, generate, stream_on
 from tests.contract.steps import copy_of
 
-SLOT = 2048
-"""Tokens of a slot of the bundled model's modules."""
+SLOT = 2048  # tokens of a slot of the bundled model's modules
 
 
 def parts_of(bench: Bench) -> Any:
     runner: Any = bench.runner
-    return runner._steps
+    return runner._thread.held
 
 
 def state_of(bench: Bench) -> list[np.ndarray]:
-    """Copies of the pools, the last sampled tokens and the history."""
     steps = parts_of(bench)
     return [steps._device.read(view) for view in steps._state]
 
@@ -39,7 +37,6 @@ def addresses(bench: Bench) -> list[int]:
 
 
 def broken(change: Callable[[ModelInputs], ModelInputs]) -> Bench:
-    """A runner that launches other inputs than it is given."""
     from cadenza.backends.iree.runner import IreeRunner
 
     class Broken(IreeRunner):
@@ -98,7 +95,7 @@ def test_the_state_of_another_bucket_is_refused(bench: Bench):
     manifest = read_manifest(checkpoint.folder)
     small = IreeRunner(checkpoint, manifest, RunnerSetup(limits=limits))
     small.warmup()
-    steps, others = parts_of(bench), small._steps
+    steps, others = parts_of(bench), small._thread.held
     assert others is not None
     steps._state, others._state = others._state, steps._state
     for runner in (bench.runner, small):

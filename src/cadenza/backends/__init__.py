@@ -6,6 +6,7 @@ a particular backend (import-linter enforces this).
 Modules:
 
 - `base`: the interfaces `Backend` and `Runner`
+- `runner_thread`: the only thread in which some runners compute
 - `token_choice`: penalties, biases, bans and sampling over an array library, JAX or MLX
 - `exporting`: a model's step from `xla`, compiled for `iree`
 - `fake`, `fake_memory`: a runner that stores tokens in place of KV, states and images

@@ -62,10 +62,7 @@ _PROBE_BYTES = 64  # the bytes at a tensor's start by which it is looked up
 PACKAGE = "iree-base-compiler"
 REQUIREMENT = f"{PACKAGE}==3.13.0"  # The runtime's version, which decides the bits, too
 COMPILE_S = 3600.0  # a compilation is given up after so many seconds
-_COMMON = (
-    "--iree-input-type=stablehlo",
-    "--iree-vm-bytecode-module-strip-source-map=true",
-)
+_COMMON = ("--iree-input-type=stablehlo", "--iree-vm-bytecode-module-strip-source-map=true")
 _OF_TARGET: dict[Target, tuple[str, ...]] = {
     "llvm-cpu": (
         "--iree-hal-target-device=local",

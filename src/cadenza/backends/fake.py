@@ -44,7 +44,6 @@ from cadenza.request import Attachment
 
 _NEVER_WRITTEN = -7
 WINDOW_START = -13  # behind the first position that a token sees through a window
-
 _MAX_LOGPROBS = 20
 NO_TOKEN = -1
 HIDDEN_SIZE = 8

@@ -17,7 +17,6 @@ from cadenza.config import MAX_LOGPROBS_BOUND
 from cadenza.request import MAX_BAD_WORD_TOKENS
 
 NUM_TOP = MAX_LOGPROBS_BOUND  # most top log probabilities that a step can report (`--max-logprobs`)
-
 COLUMN_TOKEN, COLUMN_STATE, COLUMN_LOGPROB, COLUMN_RANK, COLUMN_TOP = range(5)
 # Columns of a step's result: token, row state, logprob bits, rank, top ids, top logprob bits.
 NUM_COLUMNS = COLUMN_TOP + 2 * NUM_TOP

@@ -15,11 +15,8 @@ from cadenza.weights.weight_format import WEIGHT_DTYPES
 
 PACKAGE = "iree-base-runtime"
 REQUIREMENT = f"{PACKAGE}==3.13.0"  # of the bundled model's modules
-
 PROCESS_BYTES = 96 << 20  # libraries and modules of a process, beside weights and KV
-
 LOGIT_COPIES = 12  # as the plain operations have: the thresholds of top-k and top-p, and the rules
-
 ATTENTION_SPAN = 128  # attention passes over so many positions at a time
 
 

@@ -28,12 +28,9 @@ from cadenza.errors import CheckpointError, RunnerError
 from cadenza.weights.weight_format import WeightDType, item_bytes
 
 FOLDER = "iree"  # in a model's folder
-
 MANIFEST_FILE = "manifest.json"
 MADE_FILE = "parameters.safetensors"  # parameters that are no tensors of the checkpoint
-
 SCOPE = "model"  # of the parameters' names
-
 FORMAT = 1
 
 MAX_MANIFEST_BYTES = 16 << 20

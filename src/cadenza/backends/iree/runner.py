@@ -4,10 +4,10 @@ is donated, so used once; steps run in launch order; nothing runs after `close`.
 `batch.step_schema`."""
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any
 from weakref import finalize
 
 import iree.runtime as rt
@@ -26,6 +26,7 @@ from cadenza.backends.iree.manifest import (
     WireMap,
     read_module,
 )
+from cadenza.backends.runner_thread import RunnerThread
 from cadenza.backends.token_choice import read_result
 from cadenza.batch.step_schema import (
     NO_HIDDEN,
@@ -58,7 +59,6 @@ Buffer = Any  # `rt.HalBufferView`
 ALIGNMENT = 64  # of what IREE uses in place
 AnyArray = npt.NDArray[Any]
 STEPS = ("decode", "prompt")
-Result = TypeVar("Result")
 
 
 class IreeDevice:
@@ -231,23 +231,15 @@ class IreeRunner:
         self._limits = setup.limits
         bucket = find_bucket(manifest, setup)
         self._manifest = manifest
-        self._is_closed = False
         self._is_warm = False
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="iree")
         self._buckets = tuple(bucket.program(name).num_tokens for name in STEPS)
-        self._steps: _Steps | None = None
-        try:
-            steps = self._run(lambda: _Steps(checkpoint, manifest, bucket, setup)).result()
-        except BaseException:
-            self._thread.shutdown()
-            raise
-        self._steps = steps
+        self._thread = RunnerThread("iree", lambda: _Steps(checkpoint, manifest, bucket, setup))
         # IREE's objects must be freed in order, also when the interpreter exits.
-        self._closing = finalize(self, steps.close)
+        self._closing = finalize(self, self._thread.held.close)
 
     @property
     def name(self) -> str:
-        return f"iree:{self._open_steps.device_name} ({self._manifest.target} modules)"
+        return f"iree:{self._thread.held.device_name} ({self._manifest.target} modules)"
 
     @property
     def capabilities(self) -> frozenset[Capability]:
@@ -268,7 +260,7 @@ class IreeRunner:
     @property
     def num_copied_bytes(self) -> int:
         """Of weights that are not used where the checkpoint's file is mapped."""
-        return self._open_steps.parameters.num_copied_bytes
+        return self._thread.held.parameters.num_copied_bytes
 
     def warmup(self) -> None:
         self._is_warm = True
@@ -278,40 +270,24 @@ class IreeRunner:
         self.reset()
 
     def launch(self, inputs: ModelInputs) -> IreeStepHandle:
-        steps = self._open_steps
+        steps = self._thread.held
         if not self._is_warm:
             raise RunnerError("the runner was not warmed up; call warmup() first")
         if len(inputs.tokens.ids) not in self._buckets:
             raise RunnerError(f"no program for {len(inputs.tokens.ids)} tokens")
         self._check(inputs)
-        return IreeStepHandle(self._run(lambda: steps.run(inputs)), inputs.num_logits)
+        return IreeStepHandle(self._thread.run(lambda: steps.run(inputs)), inputs.num_logits)
 
     def _check(self, inputs: ModelInputs) -> None:
         if inputs.masks_follow or inputs.image_calls or len(inputs.hidden_rows):
             raise RunnerError("compiled modules have no late masks, images and hidden states")
 
     def reset(self) -> None:
-        self._run(self._open_steps.reset).result()
+        self._thread.run(self._thread.held.reset).result()
 
     def close(self) -> None:
-        if self._is_closed:
-            return
-        self._is_closed = True
-        self._steps = None
-        self._thread.shutdown()
-        self._closing()
-
-    @property
-    def _open_steps(self) -> "_Steps":
-        if self._steps is None:
-            raise RunnerError("the runner was closed; make a new one")
-        return self._steps
-
-    def _run(self, work: Callable[[], Result]) -> "Future[Result]":
-        try:
-            return self._thread.submit(work)
-        except RuntimeError as error:  # after close, or when the interpreter exits
-            raise RunnerError("the runner was closed; make a new one") from error
+        if self._closing.detach():
+            self._thread.close()
 
 
 def find_bucket(manifest: Manifest, setup: RunnerSetup) -> ModuleBucket:

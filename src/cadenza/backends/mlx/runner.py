@@ -5,10 +5,10 @@ before the previous one has been computed; nothing runs after `close`. Legend as
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -22,6 +22,7 @@ from cadenza.backends.mlx.slot_model import CHUNK, Abilities, SlotModel
 from cadenza.backends.mlx.slots import SlotSizes
 from cadenza.backends.mlx.step_split import DecodedToken, StepSplit
 from cadenza.backends.mlx.zoo import load_zoo_model, set_dtype
+from cadenza.backends.runner_thread import RunnerThread
 from cadenza.backends.token_choice import (
     COLUMN_TOKEN,
     NUM_COLUMNS,
@@ -45,10 +46,8 @@ from cadenza.errors import RunnerError
 from cadenza.request import MAX_BAD_WORD_TOKENS
 
 Int32Array = npt.NDArray[np.int32]
-Result = TypeVar("Result")
 
 CPU_CHUNK_SIZES = (16, CHUNK)  # MLX's CPU kernels give a token the same bits in calls of every size
-
 GPU_CHUNK_SIZES = (CHUNK,)  # Metal's kernels are chosen by the size of a call, so there is one size
 
 
@@ -79,15 +78,10 @@ class MlxRunner:
             )
         self._limits = limits
         self._vocab_size = vocab_size
-        self._is_closed = False
         self._device = device = find_mlx_device(setup.device)
-        self._thread = _new_thread()
-        self._step: _Steps | None = None
-        try:
-            self._step = self._run(lambda: _Steps(folder, vocab_size, device, setup)).result()
-        except BaseException:
-            self._thread.shutdown()
-            raise
+        self._thread = RunnerThread(
+            "mlx", lambda: _Steps(folder, vocab_size, device, setup), _thread_state()
+        )
 
     @property
     def name(self) -> str:
@@ -111,48 +105,30 @@ class MlxRunner:
 
     @property
     def abilities(self) -> Abilities:
-        return self._steps.abilities
+        return self._thread.held.abilities
 
     def warmup(self) -> None:
-        self._run(self._steps.warm_up).result()
+        self._thread.run(self._thread.held.warm_up).result()
 
     def launch(self, inputs: ModelInputs) -> MlxStepHandle:
-        steps = self._steps
-        return MlxStepHandle(self._run(lambda: steps.start(inputs)), inputs.num_logits, self._run)
+        steps, run = self._thread.held, self._thread.run
+        return MlxStepHandle(run(lambda: steps.start(inputs)), inputs.num_logits, run)
 
     def reset(self) -> None:
-        self._run(self._steps.reset).result()
+        self._thread.run(self._thread.held.reset).result()
 
     def close(self) -> None:
-        if self._is_closed:
-            return
-        self._is_closed = True
-        steps, self._step = self._step, None
-        if steps is not None:
-            self._thread.submit(steps.close).result()
-        self._thread.shutdown()
-
-    @property
-    def _steps(self) -> "_Steps":
-        if self._step is None:
-            raise RunnerError("the runner was closed; make a new one")
-        return self._step
-
-    def _run(self, work: Callable[[], Result]) -> "Future[Result]":
-        try:
-            return self._thread.submit(work)
-        except RuntimeError as error:  # after close, or when the interpreter exits
-            raise RunnerError("the runner was closed; make a new one") from error
+        self._thread.close()
 
 
-def _new_thread() -> ThreadPoolExecutor:
-    """One thread, which releases what MLX keeps for it when it ends, closed or not."""
+def _thread_state() -> Callable[[], None]:
+    """Makes a thread release what MLX keeps for it when it ends, closed or not."""
     own = threading.local()
 
     def begin() -> None:
         own.state = _ThreadState()
 
-    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="mlx", initializer=begin)
+    return begin
 
 
 class _ThreadState:

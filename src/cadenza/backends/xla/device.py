@@ -14,7 +14,6 @@ from cadenza.backends.xla.ops.split import AXIS
 from cadenza.errors import ConfigError, DeviceUnavailableError
 
 DEFAULT_FRACTION = 0.75  # of a GPU's memory that JAX takes if the environment does not say how much
-
 _FRACTION_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 _PLATFORMS = {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}

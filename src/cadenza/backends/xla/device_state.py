@@ -20,9 +20,7 @@ from cadenza.errors import RunnerError
 from cadenza.models.model_config import ModelConfig
 
 PAGE_UPDATES = 256  # page-table entries per call of `write_page_table`
-
 PAGE_COPIES = 64  # pages per call of `copy_pages`
-
 MASK_ROWS = 32  # records per call of `copy_rules` and `write_masks`
 ITEMS_PER_CALL = 16  # pages or slots per call of the programs
 TakeArrays = Callable[[Any], Any]  # the arrays that the items of a state consist of

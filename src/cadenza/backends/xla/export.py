@@ -27,7 +27,6 @@ from cadenza.models.model_config import ModelConfig
 from cadenza.weights.weights import Weights
 
 SCOPE = "model"  # of the parameters' names
-
 _TYPES = {"float32": "f32", "bfloat16": "bf16", "int32": "i32"}
 
 _MAIN = "func.func public @main("  # how the function begins that JAX exports

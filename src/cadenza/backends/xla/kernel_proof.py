@@ -31,7 +31,6 @@ from cadenza.kernel_proof import KernelProof
 SEQUENCE_TOKENS = 700
 
 GROWTH = 1.35  # from one compared token to the next; the first ones follow each other
-
 MOST_THREADS = 8
 
 _FLOATS = (np.dtype(jnp.bfloat16), np.dtype(np.float32))

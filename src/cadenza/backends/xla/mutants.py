@@ -304,9 +304,7 @@ def _kernel_faults(
         for name, layer, value, min_tokens in faults
     ]
     return FaultSet(
-        ops=ops,
-        load_sound=_loads(sound),
-        faults=(*own, *_faults_of_layers(sound, model)),
+        ops=ops, load_sound=_loads(sound), faults=(*own, *_faults_of_layers(sound, model))
     )
 
 

@@ -34,7 +34,6 @@ from cadenza.request import Attachment
 from cadenza.weights.weights import Weights
 
 CHUNK = 64  # prompt tokens per forward pass; the last chunk is padded
-
 EMBEDDING = "model.embed_tokens.weight"
 
 _Cache = tuple[jax.Array, jax.Array]
@@ -236,12 +235,7 @@ class ReferenceModel:
         return y
 
     def _attention(
-        self,
-        layer: _Tensors,
-        x: jax.Array,
-        cache: _Cache,
-        chunk: _Chunk,
-        kind: LayerKind,
+        self, layer: _Tensors, x: jax.Array, cache: _Cache, chunk: _Chunk, kind: LayerKind
     ) -> tuple[jax.Array, _Cache]:
         model, count, start = self._model, len(x), chunk.start
         heads = model.heads_of(kind)

@@ -4,7 +4,8 @@ updated in place, steps run in launch order, nothing compiles after `warmup`, no
 `close`."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -404,11 +405,7 @@ class XlaRunner:
         contents = list[bytes]()
         for start in range(0, len(items), ITEMS_PER_CALL):
             part = items[start : start + ITEMS_PER_CALL]
-            with self._in_flight.lock:
-                self._in_flight.check_open()
-                state = self._take_state()
-                self._state = state  # it is only read
-                # No array of the device outlives the lock.
+            with self._reading() as state:
                 contents += bytes_of_items(programs.read(state, padded_items(part)), len(part))
         return contents
 
@@ -434,13 +431,17 @@ class XlaRunner:
         read = self.programs.read_scores
         if read is None:
             raise RunnerError("the runner scores no prompts; load it with the capability scores")
-        with self._in_flight.lock:
-            self._in_flight.check_open()
-            state = self._take_state()
-            self._state = state  # it is only read
-            # No array of the device outlives the lock.
+        with self._reading() as state:
             sums = np.array(read(state.pools.scores, np.int32(row)), np.float32)
         return np.divide(sums[:num_tokens], num_queries, dtype=np.float32)
+
+    @contextmanager
+    def _reading(self) -> Generator[DeviceState]:
+        """The state, which is only read; no array of the device outlives the lock."""
+        with self._in_flight.lock:
+            self._in_flight.check_open()
+            self._state = state = self._take_state()
+            yield state
 
     def reset(self) -> None:
         self._in_flight.finish()

@@ -27,7 +27,6 @@ from cadenza.models.layer_kind import HeadShape
 from cadenza.weights.quantised_weight import MOST_CODE
 
 SUB_BLOCK = 16  # tokens whose weights have one scale; sub-blocks start at multiples of it
-
 FINE_PER_COARSE = 254
 MOST_WEIGHT_CODE = 254
 BLOCK = 128  # KV positions per softmax block; blocks start at multiples of it
@@ -292,21 +291,13 @@ class AttentionOps(EncoderOps):
         return jax.tree.map(load, pool)
 
     def _attend_block(
-        self,
-        query: jax.Array,
-        pool: KVPool,
-        block: KeyBlock,
-        state: tuple[jax.Array, ...],
+        self, query: jax.Array, pool: KVPool, block: KeyBlock, state: tuple[jax.Array, ...]
     ) -> tuple[jax.Array, ...]:
         loaded = self._load(pool, block.layer_slots, block.valid)
         return self._attend_loaded(query, loaded, block, state)
 
     def _attend_loaded(
-        self,
-        query: jax.Array,
-        loaded: KVPool,
-        block: KeyBlock,
-        state: tuple[jax.Array, ...],
+        self, query: jax.Array, loaded: KVPool, block: KeyBlock, state: tuple[jax.Array, ...]
     ) -> tuple[jax.Array, ...]:
         maximum, total, out = state
         valid = block.valid
@@ -350,10 +341,7 @@ def _window_starts(step: StepArrays, window: int, has_starts: bool) -> jax.Array
 
 def _einsum(subscripts: str, left: jax.Array, right: jax.Array) -> jax.Array:
     return jnp.einsum(
-        subscripts,
-        left.astype(jnp.float32),
-        right.astype(jnp.float32),
-        precision=_HIGHEST,
+        subscripts, left.astype(jnp.float32), right.astype(jnp.float32), precision=_HIGHEST
     )
 
 

@@ -147,10 +147,7 @@ def open_cuda_library(path: Path, *, platform: str, prefix: str = "") -> CudaLib
     measure = handle.cadenza_cuda_workspace
     measure.restype = ctypes.c_char_p
     longs = ctypes.POINTER(ctypes.c_int64)
-    measure.argtypes = (
-        *(longs, ctypes.c_int64, longs, ctypes.c_int64),
-        *(ctypes.c_int64, longs),
-    )
+    measure.argtypes = (*(longs, ctypes.c_int64, longs, ctypes.c_int64), *(ctypes.c_int64, longs))
     handle.cadenza_cuda_search_cublaslt.restype = None
     handle.cadenza_cuda_search_cublaslt.argtypes = (ctypes.c_char_p,)
     handle.cadenza_cuda_prove.restype = ctypes.c_char_p

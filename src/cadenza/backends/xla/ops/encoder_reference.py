@@ -130,12 +130,7 @@ class EncoderOps(BaseTable):
         return set_rows(images.rows, (images.slots, columns), x, written)
 
     def place_rows(
-        self,
-        x: jax.Array,
-        images: ImageRows,
-        part: int,
-        count: jax.Array,
-        adds: bool = False,
+        self, x: jax.Array, images: ImageRows, part: int, count: jax.Array, adds: bool = False
     ) -> jax.Array:
         """Float32 x [T, E], with the part of a token's slot in its place, or added to it."""
         columns = slice(part * x.shape[1], (part + 1) * x.shape[1])

@@ -18,7 +18,6 @@ from cadenza.models.model_config import CLAMPED_ALPHA, CLAMPED_LIMIT, ModelConfi
 from cadenza.weights.weight_format import FLOAT8
 
 Gate = Callable[[jax.Array, jax.Array], jax.Array]  # of a gate and an up projection of one shape
-
 _HIGHEST = jax.lax.Precision.HIGHEST
 
 
@@ -141,9 +140,7 @@ def grouped_linear(
     return residual + total
 
 
-def expert_biases(
-    biases: Sequence[Sequence[npt.NDArray[Any]]],
-) -> npt.NDArray[np.float32] | None:
+def expert_biases(biases: Sequence[Sequence[npt.NDArray[Any]]]) -> npt.NDArray[np.float32] | None:
     if not any(len(parts) for parts in biases):
         return None
     return np.stack([np.concatenate(parts) for parts in biases]).astype(np.float32)

@@ -34,11 +34,7 @@ LIBRARY_NAME = "_native.dylib" if sys.platform == "darwin" else "_native.so"
 _GATED_PANEL = PANEL // 2
 _STEPS_OF_SCALES = 2  # the float32 scales of a block take as many bytes as two steps of its codes
 
-_DTYPE_CODES = {
-    np.dtype(ml_dtypes.bfloat16): 0,
-    np.dtype(np.float32): 1,
-    np.dtype(np.float16): 2,
-}
+_DTYPE_CODES = {np.dtype(ml_dtypes.bfloat16): 0, np.dtype(np.float32): 1, np.dtype(np.float16): 2}
 _SCALE_CODES: dict[ScaleType, int] = {"float16": 0, "float32": 1, "nested": 2, "bfloat16": 3}
 _CORRECTION_CODES: dict[Correction | None, int] = {None: 0, "zero_point": 1, "offset": 2}
 _CODES_HEADER_BYTES = 64
@@ -131,11 +127,7 @@ class NativeLibrary(ProgramLibrary):
         _raise(error)
 
     def pack_float8(
-        self,
-        sources: Sequence[Float8Weight],
-        packed: npt.NDArray[Any],
-        *,
-        is_gated: bool = False,
+        self, sources: Sequence[Float8Weight], packed: npt.NDArray[Any], *, is_gated: bool = False
     ) -> None:
         sizes = num_columns(sources, is_gated=is_gated), sources[0].shape[1]
         _check_target(packed, float8_shape(*sizes, is_gated=is_gated))
@@ -152,11 +144,7 @@ class NativeLibrary(ProgramLibrary):
         _raise(error)
 
     def pack_quantised(
-        self,
-        operand: "CodedOperand",
-        packed: npt.NDArray[np.uint8],
-        *,
-        is_gated: bool = False,
+        self, operand: "CodedOperand", packed: npt.NDArray[np.uint8], *, is_gated: bool = False
     ) -> None:
         """As `pack`, each part into the codes of its target, `packed_bytes` in all; floats are
         quantised without a copy."""

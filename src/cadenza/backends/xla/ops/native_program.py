@@ -24,11 +24,7 @@ _ALIGNMENT = 64
 
 WORKSPACE_UNIT = 256  # what operations use for themselves begins at a multiple of it
 
-_CODE_OF_DTYPE = {
-    np.dtype(ml_dtypes.bfloat16): 0,
-    np.dtype(np.float32): 1,
-    np.dtype(np.int32): 2,
-}
+_CODE_OF_DTYPE = {np.dtype(ml_dtypes.bfloat16): 0, np.dtype(np.float32): 1, np.dtype(np.int32): 2}
 _ABSENT = 0  # the index of the absent array, which stands for the operand None
 
 

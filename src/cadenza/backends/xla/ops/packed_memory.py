@@ -47,7 +47,6 @@ Bytes = npt.NDArray[np.uint8]
 PIECE_BYTES = 16 << 20
 MAX_THREADS = 4
 PARTIAL = ".partial"  # how the names of files end that are not complete
-
 _MAGIC = b"cadenza packed 1"
 _END = struct.Struct("<QI16s")  # bytes of the description, its CRC-32, the magic
 _MAX_DESCRIPTION_BYTES = 64 << 20
@@ -216,10 +215,7 @@ class PackedMemory:
             self._stored = stored
 
     def hold(
-        self,
-        shape: tuple[int, ...],
-        dtype: npt.DTypeLike,
-        pack: Callable[[npt.NDArray[Any]], None],
+        self, shape: tuple[int, ...], dtype: npt.DTypeLike, pack: Callable[[npt.NDArray[Any]], None]
     ) -> npt.NDArray[Any]:
         """With the content that `pack` writes into it."""
         array = self._take_stored(ArraySpec.of(shape, dtype))

@@ -89,12 +89,7 @@ class ProgramEncoderOps(ProgramRecorder):
         return call(x, *images, count, part=part)
 
     def place_rows(
-        self,
-        x: jax.Array,
-        images: ImageRows,
-        part: int,
-        count: jax.Array,
-        adds: bool = False,
+        self, x: jax.Array, images: ImageRows, part: int, count: jax.Array, adds: bool = False
     ) -> jax.Array:
         call = self._call_encoder("place_rows", array_of(x.shape, jnp.float32), {0: 0})
         return call(x, *images, count, part=part, adds=adds)

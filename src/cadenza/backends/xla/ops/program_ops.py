@@ -15,13 +15,7 @@ from cadenza.backends.token_choice import NUM_COLUMNS
 from cadenza.backends.xla.ops.experts import Routing, expert_biases
 from cadenza.backends.xla.ops.native_program import array_of
 from cadenza.backends.xla.ops.program_mixers import ProgramMixerOps
-from cadenza.backends.xla.ops.table import (
-    DecoderSpec,
-    ExpertChoice,
-    Linear,
-    ScaledNorm,
-    StepArrays,
-)
+from cadenza.backends.xla.ops.table import DecoderSpec, ExpertChoice, Linear, ScaledNorm, StepArrays
 from cadenza.batch.step_schema import LogitInputs, specs_of
 from cadenza.kernel_proof import ProvenProduct
 from cadenza.models.model_config import Activation
@@ -204,12 +198,8 @@ class ProgramOps(ProgramMixerOps):
     ) -> ExpertChoice:
         routing = Routing.of(self._model)
         choice = routing.sigmoid_choice
-        shape = (len(x), routing.num_chosen)
-        call = self._call(
-            "route_experts", (array_of(shape, jnp.int32), array_of(shape, jnp.float32))
-        )
-        ids, weights = call(
-            *(x, router.weight, count, router.bias, factors, bias),
+        return self._routed(
+            *(routing.num_chosen, x, router.weight, count, router.bias, factors, bias),
             experts=routing.num_experts,
             over_chosen=routing.over_chosen,
             sigmoid=choice is not None,
@@ -218,15 +208,10 @@ class ProgramOps(ProgramMixerOps):
             scale=np.float32(routing.scale),
             least_sum=np.float32(0.0 if choice is None else choice.least_sum),
         )
-        return ExpertChoice(ids, weights)
 
     def gate_expert(self, x: jax.Array, gate: Linear, count: jax.Array) -> ExpertChoice:
-        shape = (len(x), 1)
-        call = self._call(
-            "route_experts", (array_of(shape, jnp.int32), array_of(shape, jnp.float32))
-        )
-        ids, weights = call(
-            *(x, gate.weight, count, None, None, None),
+        return self._routed(
+            *(1, x, gate.weight, count, None, None, None),
             experts=1,
             over_chosen=False,
             sigmoid=True,
@@ -235,7 +220,13 @@ class ProgramOps(ProgramMixerOps):
             scale=np.float32(self._model.residual_scale),
             least_sum=np.float32(0.0),
         )
-        return ExpertChoice(ids, weights)
+
+    def _routed(
+        self, num_chosen: int, x: jax.Array, *operands: Any, **attributes: Any
+    ) -> ExpertChoice:
+        shape = (len(x), num_chosen)
+        results = array_of(shape, jnp.int32), array_of(shape, jnp.float32)
+        return ExpertChoice(*self._call("route_experts", results)(x, *operands, **attributes))
 
     def grouped_gated_linear(
         self, x: jax.Array, weight: Linear, choice: ExpertChoice, count: jax.Array

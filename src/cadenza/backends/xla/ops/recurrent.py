@@ -147,11 +147,7 @@ def _convolve(
 
 
 def _advance_delta(
-    token: DeltaInputs,
-    now: _RowStates,
-    *,
-    weights: DeltaWeights,
-    layer: RecurrentLayer[DeltaShape],
+    token: DeltaInputs, now: _RowStates, *, weights: DeltaWeights, layer: RecurrentLayer[DeltaShape]
 ) -> tuple[jax.Array, _RowStates]:
     shape = layer.shape
     sums, inputs = _convolve(token.mixed, now.inputs, weights.conv, None)
@@ -185,11 +181,7 @@ def _unit(x: jax.Array) -> jax.Array:
 
 
 def _advance_scan(
-    token: ScanInputs,
-    now: _RowStates,
-    *,
-    weights: ScanWeights,
-    layer: RecurrentLayer[ScanShape],
+    token: ScanInputs, now: _RowStates, *, weights: ScanWeights, layer: RecurrentLayer[ScanShape]
 ) -> tuple[jax.Array, _RowStates]:
     shape = layer.shape
     sums, inputs = _convolve(token.mixed, now.inputs, weights.conv, weights.conv_bias)

@@ -41,13 +41,7 @@ from cadenza.backends.xla.ops.quantised import (
 )
 from cadenza.backends.xla.ops.recurrent import RecurrentOps
 from cadenza.backends.xla.ops.rules import CHOICE, apply_rules
-from cadenza.backends.xla.ops.table import (
-    ExpertChoice,
-    KVPool,
-    Linear,
-    ScaledNorm,
-    StepArrays,
-)
+from cadenza.backends.xla.ops.table import ExpertChoice, KVPool, Linear, ScaledNorm, StepArrays
 from cadenza.errors import ConfigError
 from cadenza.models.layer_kind import KVGroup
 from cadenza.models.model_config import Activation

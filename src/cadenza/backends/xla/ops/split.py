@@ -19,7 +19,6 @@ from cadenza.models.layer_kind import HeadShape
 from cadenza.models.split import NUM_SPANS
 
 AXIS = "devices"  # the name of the mesh's axis
-
 TILE = 64  # outputs of a tile, at most
 
 
