@@ -25,11 +25,11 @@ LIMITS = EngineLimits(
     max_num_queued_reqs=100,
 )
 
+# A page is a slot for a complete sequence.
 DENSE_LIMITS = replace(LIMITS, page_size=LIMITS.max_model_len)
-"""A page is a slot for a complete sequence."""
 
+# Modules have as many slots as rows, 8 at most.
 COMPILED_LIMITS = replace(DENSE_LIMITS, num_pages=8)
-"""Modules have as many slots as rows, 8 at most."""
 
 MakeRunner = Callable[[EngineLimits, Path], Runner]
 
@@ -47,7 +47,6 @@ def make_fake(
 
 
 def write_hostile(folder: Path) -> tuple[ModelConfig, Path]:
-    """The hostile shape, and random weights of it."""
     from tests.xla.harness import HOSTILE
 
     checkpoint = folder / "hostile"
@@ -102,8 +101,7 @@ BACKENDS: dict[str, MakeRunner] = {
     "iree": make_iree,
 }
 LIMITS_OF = {"fake": LIMITS, "xla": LIMITS, "mlx": DENSE_LIMITS, "iree": COMPILED_LIMITS}
-COMPILING_BACKENDS = ("xla", "iree")
-"""Those that must be warmed up before the first launch."""
+COMPILING_BACKENDS = ("xla", "iree")  # those that must be warmed up before the first launch
 
 needs_mlx = pytest.mark.skipif(
     not all(map(find_spec, ("mlx", "mlx_lm"))),

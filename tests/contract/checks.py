@@ -72,13 +72,11 @@ def stream_on(row: int, pages: list[int], draw: Draw = SAMPLED) -> Stream:
 
 
 def begin(bench: Bench, stream: Stream, *others: Chunk) -> Stream:
-    """A stream with the first chunk of its prompt computed, in a step with `others`."""
     bench.run(stream.chunk(PROMPT[:9], samples=False), *others)
     return stream
 
 
 def generate(bench: Bench, stream: Stream) -> list[StepOutput]:
-    """A prompt in two chunks, then three tokens."""
     begin(bench, stream)
     outputs = [bench.run(stream.chunk(PROMPT[9:], samples=True))]
     return outputs + [bench.run(stream.next_token()) for _ in range(3)]
@@ -93,7 +91,6 @@ def launch_ahead(bench: Bench, stream: Stream) -> list[StepHandle]:
 
 
 def record_of(bench: Bench, prompt: list[int], **params: Any) -> npt.NDArray[np.int32]:
-    """The token rules of a request."""
     sequence = sequence_of(0, tuple(prompt), params=SamplingParams(**params))
     record = RuleLayout(bench.runner.vocab_size).encode(sequence)
     assert record is not None
@@ -106,7 +103,6 @@ def masks_of(bench: Bench, *allowed: range) -> list[npt.NDArray[np.int32]]:
 
 
 def row_of(output: StepOutput, index: int) -> StepOutput:
-    """One logit row of an output."""
     return StepOutput(
         **{name: getattr(output, name)[index : index + 1] for name in StepOutput.__slots__}
     )
@@ -247,7 +243,6 @@ def check_padding_is_harmless(bench: Bench) -> None:
 
 
 def soil(inputs: ModelInputs) -> ModelInputs:
-    """The same step with other values wherever nothing is meant."""
     padding = padding_of(inputs)
     inputs.tokens.ids[padding] = 13
     inputs.tokens.positions[padding] = 5

@@ -87,8 +87,6 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """`token_ids` of a stream from position `start` on."""
-
     stream: Stream
     token_ids: tuple[int, ...]
     start: int
@@ -152,17 +150,14 @@ def build_inputs(chunks: Iterable[Chunk], geometry: Geometry, *, step_id: int = 
 
 
 def run_step(runner: Runner, chunks: Iterable[Chunk], geometry: Geometry) -> StepOutput:
-    """Launches one step and waits for it."""
     return runner.launch(build_inputs(chunks, geometry)).result()
 
 
 def padding_of(inputs: ModelInputs) -> np.ndarray:
-    """Which of a step's T places hold no token."""
     return inputs.tokens.slots == PADDING
 
 
 def copy_of(inputs: ModelInputs) -> ModelInputs:
-    """The same step over a buffer of its own."""
     layout = StepLayout(len(inputs.tokens.ids), len(inputs.rows.kv_lens))
     words = inputs.words.copy()
     return replace(inputs, words=words, groups=layout.views(words))

@@ -19,8 +19,6 @@ Change = Callable[[FakeRunner, ModelInputs], ModelInputs]
 
 
 def launching(change: Change) -> type[FakeRunner]:
-    """Launches other inputs than it is given."""
-
     class Broken(FakeRunner):
         def launch(self, inputs: ModelInputs) -> Any:
             return FakeRunner.launch(self, change(self, inputs))

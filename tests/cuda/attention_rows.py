@@ -22,8 +22,6 @@ ROPE_ROWS = 1024
 
 
 class Caller:
-    """Calls operations of a library; compiles each once for the same shapes."""
-
     def __init__(self, library: CudaLibrary) -> None:
         self._library = library
         self._compiled: dict[Any, Any] = {}
@@ -93,7 +91,6 @@ class Variant:
 
     @property
     def num_pool_bytes(self) -> int:
-        """Of a token and KV head."""
         return self.size + 4 if self.has_codes else self.size * np.dtype(self.dtype).itemsize
 
     def reaches(self, length: int) -> npt.NDArray[np.int32]:
@@ -104,7 +101,6 @@ class Variant:
         return found
 
     def indices(self, length: int) -> npt.NDArray[np.int64]:
-        """[length]: the places of tokens in a text of which some were left out."""
         at = np.arange(length)
         return at if self.skipped is None else at + (at >= self.skipped[0]) * self.skipped[1]
 
@@ -115,7 +111,6 @@ class Variant:
         return np.where(indices == np.arange(ROPE_ROWS), -1, starts).astype(np.int32)
 
     def inputs(self, length: int, seed: int) -> Array:
-        """qkv [length, width] of a row, with its gate [length, Hq D] behind."""
         random = np.random.default_rng(seed)
         width = self.width + (self.heads * self.size if self.has_gate else 0)
         return random.normal(size=(length, width)).astype(self.dtype)
@@ -123,8 +118,6 @@ class Variant:
 
 @dataclass(slots=True)
 class Row:
-    """A sequence: its inputs, its pages, and how many of its tokens are in them."""
-
     inputs: Array
     pages: list[int]
     length: int = 0
@@ -132,8 +125,6 @@ class Row:
 
 @dataclass(slots=True, kw_only=True)
 class Rows:
-    """Rows over one pool, whose unwritten slots hold NaN."""
-
     call: Caller
     variant: Variant
     num_pages: int = 8
@@ -158,7 +149,6 @@ class Rows:
         rows: int = 0,
         writes: bool = True,
     ) -> list[Array]:
-        """Appends and attends the next tokens of rows; padded to `bucket` tokens and `rows`."""
         variant = self.variant
         counts = [count for _, count in parts]
         bucket, rows = max(bucket, sum(counts)), max(rows, len(parts))
@@ -210,7 +200,6 @@ class Rows:
 
 
 def whole(call: Caller, variant: Variant, inputs: Array, **sizes: Any) -> Array:
-    """The outputs of a row whose tokens are all in one step."""
     rows = Rows(call=call, variant=variant, **sizes)
     (out,) = rows.step([(Row(inputs, list(range(rows.num_pages))), len(inputs))])
     return out
@@ -229,7 +218,6 @@ def in_chunks(
 
 
 def _turned(part: Array, weight: Array, variant: Variant, *, is_query: bool) -> Array:
-    """Normed and rotated heads [length, H, D]."""
     if len(weight):
         axes = (-2, -1) if variant.norm_spans_heads else -1
         part = part / np.sqrt(np.mean(part**2, axis=axes, keepdims=True) + EPS)
@@ -245,7 +233,6 @@ def _turned(part: Array, weight: Array, variant: Variant, *, is_query: bool) -> 
 
 
 def in_float64(variant: Variant, inputs: Array) -> Array:
-    """Attention of a whole row, of floats: [length, Hq D]."""
     exact = inputs.astype(np.float64)
     heads = exact[:, : variant.width].reshape(len(inputs), -1, variant.size)
     first, second = variant.heads, variant.heads + variant.kv_heads

@@ -25,16 +25,13 @@ EMULATED = CSRC / "build" / "native" / "emulated_gpu" / "_cuda.so"
 
 Call = Callable[..., Any]
 
-CARD = "CADENZA_TEST_GPU"
-"""Names a library; the tests then run on a card."""
+CARD = "CADENZA_TEST_GPU"  # names a library; the tests then run on a card
 
+# Names a library with faults, for a card; else it is where make puts it.
 FAULTS = "CADENZA_TEST_GPU_FAULTS"
-"""Names a library with faults, for a card; else it is where make puts it."""
 
 
 def on_cpu(compute: Call) -> Call:
-    """Computes on JAX's first CPU, whatever its default device and wherever the operands are."""
-
     def moved(value: Any) -> Any:
         return np.asarray(value) if isinstance(value, jax.Array) else value
 
@@ -46,8 +43,8 @@ def on_cpu(compute: Call) -> Call:
     return run
 
 
+# Calls an operation of the kernels for CPUs as a program of its own.
 call_on_cpu = on_cpu(call_by_default)
-"""Calls an operation of the kernels for CPUs as a program of its own."""
 
 
 @pytest.fixture(scope="session")

@@ -122,7 +122,6 @@ BATCHED = [
 
 
 def play(call: Caller, variant: Variant, steps: Sequence[Sequence[tuple[int, int]]]) -> list[Array]:
-    """The outputs of rows after steps of (row, number of tokens), in pages of their own."""
     rows = Rows(call=call, variant=variant, num_pages=16, pages_per_row=6)
     order = np.random.default_rng(3).permutation(16)
     own = [Row(variant.inputs(64, 10 + i), order[i::3].tolist()) for i in range(3)]

@@ -11,8 +11,8 @@ from tests.cuda.attention_rows import Array, Caller, Row, Rows, Variant, in_chun
 
 pytestmark = [pytest.mark.native, pytest.mark.kernels]
 
+# Of `csrc/core/faults.h`.
 RELATIVE_SPANS, NEIGHBOUR_PAGE, NEIGHBOUR_PAGES_FAR, MULTIPLIED_PADDING = 1, 2, 3, 5
-"""Of `csrc/core/faults.h`."""
 
 VARIANT = Variant(heads=1, kv_heads=1)
 
@@ -29,7 +29,6 @@ def call(faulty_library: CudaLibrary) -> Caller:
 
 
 def decode(call: Caller, lengths: list[int]) -> Array:
-    """The first row's next token, beside those of others, over pools of random values."""
     rows = Rows(call=call, variant=VARIANT, num_pages=100, pages_per_row=50)
     random = np.random.default_rng(1)
     rows.pools = [

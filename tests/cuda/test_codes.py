@@ -13,13 +13,7 @@ import pytest
 from cadenza.checkpoint.gguf.blocks import ENCODINGS
 from cadenza.weights.weight_format import INT4, INT8, WeightFormat
 from tests.cuda.conftest import Call, call_on_cpu
-from tests.native.quantised_definition import (
-    FORMATS,
-    pack,
-    product,
-    random_blocks,
-    random_weight,
-)
+from tests.native.quantised_definition import FORMATS, pack, product, random_blocks, random_weight
 
 pytestmark = [pytest.mark.native, pytest.mark.kernels]
 

@@ -39,8 +39,6 @@ BUCKETS = (4, 24)
 
 @dataclass(frozen=True)
 class FewBuckets:
-    """Makes the table over the emulation, with few programs to compile, and without its proof."""
-
     library: CudaLibrary
     buckets: tuple[int, ...] = BUCKETS
 
@@ -60,8 +58,6 @@ class _FewBuckets(CudaOps):
 
 @dataclass(frozen=True, kw_only=True)
 class Small(Variant):
-    """With slots for states if its model has any."""
-
     num_rows: int = 4
     bucket: int = max(BUCKETS)
     max_model_len: int = 64
@@ -104,7 +100,6 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
 
 
 def requests_of(vocab_size: int) -> list[Request]:
-    """Prompts beyond a step's tokens and below a page, some at a page's end; greedy and drawn."""
     rng = np.random.default_rng(44)
     prompts = [rng.integers(3, vocab_size, length).tolist() for length in (31, 15, 30, 14)]
     prompts.append([*prompts[0], *prompts[1][:4]])

@@ -21,8 +21,8 @@ pytestmark = [pytest.mark.native, pytest.mark.kernels]
 NONE = np.zeros(0, np.float32)
 DTYPES = [ml_dtypes.bfloat16, np.float32]
 EXPERTS, CHOSEN = 5, 3
+# Hidden and inner sizes; rows of the first are not aligned to 16 bytes.
 SIZES = [(45, 37), (64, 32)]
-"""Hidden and inner sizes; rows of the first are not aligned to 16 bytes."""
 
 
 def route(call: Call, x: Any, router: Any, routing: Routing, **given: Any) -> Any:
@@ -111,8 +111,6 @@ def test_sigmoids_with_a_bias_choose_among_the_best_groups_as_on_the_cpu(
 
 
 class Layer:
-    """One layer's experts, and their two products."""
-
     def __init__(self, call: Call, sizes: tuple[int, int], dtype: Any) -> None:
         random = np.random.default_rng(3)
         self.call, self.dtype = call, dtype
@@ -139,7 +137,6 @@ class Layer:
         return np.asarray(self.combined(inner, ids, weights, residual, count))[:count]
 
     def given(self, tokens: int) -> tuple[Any, Any, Any, Any]:
-        """Activations, ids and weights of chosen experts, and the residual."""
         random = np.random.default_rng(4)
         x = random.normal(size=(tokens, self.hidden)).astype(self.dtype)
         ids = np.argsort(random.normal(size=(tokens, EXPERTS)))[:, :CHOSEN].astype(np.int32)

@@ -18,8 +18,8 @@ pytestmark = [pytest.mark.native, pytest.mark.kernels]
 
 NONE = np.zeros(0, np.float32)
 BF16 = ml_dtypes.bfloat16
+# Columns and reductions; the last has two rounds of blocks.
 SHAPES = [(37, 256), (33, 31), (20, 300), (5, 1100)]
-"""Columns and reductions; the last has two rounds of blocks."""
 
 
 def linear(call: Call, x: npt.NDArray[Any], weight: Any, columns: int) -> npt.NDArray[Any]:

@@ -29,8 +29,6 @@ cp FOLDER/made "$2"
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A folder that stands first on PATH."""
-
     folder: Path
 
     @property

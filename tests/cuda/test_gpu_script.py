@@ -38,7 +38,6 @@ DEVICE = "NVIDIA H200"
 
 
 def fabricated(step: Step) -> dict[str, Any]:
-    """What the step's command would print."""
     if step.name.startswith("throughput"):
         rows = [int(each) for each in ROWS[step.name.split()[1]].split(",")]
         rates = {"decode_tok_s": 10.0, "prefill_tok_s": 20.0}

@@ -41,7 +41,6 @@ class Shape:
         return np.random.default_rng(4).normal(size=self.rank).astype(np.float32)
 
     def inputs(self, seed: int) -> tuple[Array, Array, Array]:
-        """Absorbed queries, queries and keys of LENGTH tokens."""
         random = np.random.default_rng(seed)
         absorbed = random.normal(size=(LENGTH, self.heads * self.rank))
         queries = random.normal(size=(LENGTH, self.heads * self.query_size))
@@ -66,7 +65,6 @@ def call(library: CudaLibrary) -> Caller:
 
 
 def play(call: Caller, shape: Shape, inputs: Sequence[Array], chunks: Sequence[int]) -> Array:
-    """The outputs of a row that is played in chunks, in pages that begin with NaN."""
     pages = np.random.default_rng(len(chunks)).permutation(NUM_PAGES)
     held = np.full((NUM_PAGES, LAYERS, 1, PAGE_SIZE, shape.key_size), np.nan, shape.dtype)
     pool = jnp.asarray(held.view(np.uint16) if shape.dtype == BF16 else held)
@@ -104,7 +102,6 @@ def play(call: Caller, shape: Shape, inputs: Sequence[Array], chunks: Sequence[i
 
 
 def turned(shape: Shape, part: Array) -> Array:
-    """Rotated parts [LENGTH, H, rotary size]."""
     cos, sin = np.split(shape.rope[:LENGTH, None, :].astype(np.float64), 2, axis=-1)
     halves = np.split(part, 2, axis=-1)
     a, b = (part[..., 0::2], part[..., 1::2]) if shape.pairs_neighbours else halves

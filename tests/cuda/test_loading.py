@@ -27,7 +27,6 @@ Both = Callable[[Callable[[OpTable], Any]], tuple[Any, Any]]
 
 @pytest.fixture
 def both(library: CudaLibrary) -> Both:
-    """What a function gives with the table of the GPU, and with the CPU's."""
     spec = DecoderSpec(
         model=named_shape("tiny-qwen3-moe"),
         dtype=jnp.dtype("float32").type,

@@ -9,8 +9,7 @@ from cadenza.backends.xla.ops.cuda_library import CudaLibrary
 pytestmark = [pytest.mark.native, pytest.mark.kernels]
 
 MEGABYTE = 1 << 20
-WARPS, STEPS, CHAINS = 16, 2, 8
-"""Of the loops in registers, for one processor."""
+WARPS, STEPS, CHAINS = 16, 2, 8  # of the loops in registers, for one processor
 
 
 @pytest.mark.parametrize(

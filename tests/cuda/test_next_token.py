@@ -36,14 +36,12 @@ from tests.xla.test_rules import SEEING, bare, likely, with_params
 pytestmark = [pytest.mark.native, pytest.mark.kernels]
 
 Choose = Callable[..., np.ndarray]
+# Tokens of a block's part of a row, and values that a filter searches in shared memory.
 SLICE, LISTED = 2048, 3072
-"""Tokens of a block's part of a row, and values that a filter searches in shared memory."""
 
 ROWS = 10
 
-ROWS_AT_ONCE = 256
-"""Rows whose logits are in memory at the same time."""
-
+ROWS_AT_ONCE = 256  # rows whose logits are in memory at the same time
 WORDS = slice(COLUMN_TOKEN, COLUMN_LOGPROB), slice(COLUMN_RANK, COLUMN_TOP + NUM_TOP)
 FLOATS = slice(COLUMN_LOGPROB, COLUMN_RANK), slice(COLUMN_TOP + NUM_TOP, None)
 
@@ -51,7 +49,6 @@ FLOATS = slice(COLUMN_LOGPROB, COLUMN_RANK), slice(COLUMN_TOP + NUM_TOP, None)
 def choosing(
     make_ops: Callable[[DecoderSpec], OpTable], vocab_size: int, **model: object
 ) -> Choose:
-    """The result [L, C] of a table on the rows' logits."""
     config = replace(HOSTILE, vocab_size=vocab_size, **model)
     ops = make_ops(DecoderSpec(model=config, dtype=jnp.float32, page_size=PAGE_SIZE))
     compiled = jax.jit(ops.next_tokens)
@@ -89,7 +86,6 @@ def floats(columns: np.ndarray) -> np.ndarray:
 
 
 def assert_equal_but_for_rounding(found: np.ndarray, expected: np.ndarray) -> None:
-    """Tokens, states, ranks and ids are equal, and log probabilities all but."""
     for columns in WORDS:
         np.testing.assert_array_equal(found[:, columns], expected[:, columns])
     for columns in FLOATS:

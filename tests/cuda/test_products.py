@@ -13,14 +13,12 @@ from tests.cuda.conftest import Call
 
 pytestmark = [pytest.mark.native, pytest.mark.kernels]
 
+# Numbers of rows that differ in the tiles which compute them.
 ALL_KERNELS = (1, 3, 8, 9, 17, 33, 65)
-"""Numbers of rows that differ in the tiles which compute them."""
 
 
 @dataclass(frozen=True)
 class Product:
-    """One weight, and its products with some rows through `linear` or `gated_linear`."""
-
     call: Call
     dtype: Any
     n: int

@@ -17,10 +17,9 @@ from tests.cuda.conftest import Call
 
 pytestmark = [pytest.mark.native, pytest.mark.kernels]
 
+# How the model of cublasLt behaves (`csrc/cuda/fake_cublaslt.h`).
 ABSENT, SOUND, BACKWARD = range(3)
-"""How the model of cublasLt behaves (`csrc/cuda/fake_cublaslt.h`)."""
-SUMS_BY_ROWS, SPLIT_LIBRARY = 6, 7
-"""Faults of `csrc/core/faults.h`."""
+SUMS_BY_ROWS, SPLIT_LIBRARY = 6, 7  # faults of `csrc/core/faults.h`
 BF16, F32 = 0, 1
 BUCKETS = (1, 2, 8, 16, 24)
 ALL_OWN = {rows: {"own"} for rows in BUCKETS}
@@ -48,7 +47,6 @@ class Prover:
     def prove(
         self, weight: np.ndarray, *, is_gated: bool = False, rows: Sequence[int] = BUCKETS
     ) -> tuple[str | None, list[dict[str, Any]]]:
-        """The error, and what was found in each bucket."""
         longs = ctypes.c_int64 * 2
         format = F32 if weight.dtype == np.float32 else BF16
         proof = _Proof(

@@ -12,15 +12,7 @@ from cadenza.backends.xla.ops.cuda_library import CudaLibrary
 from cadenza.backends.xla.ops.reference import OpTable
 from cadenza.backends.xla.ops.table import DecoderSpec, StatePool
 from tests.xla.harness import HOSTILE
-from tests.xla.test_recurrent_ops import (
-    GOING_ON,
-    NUM_TOKENS,
-    PROMPTS,
-    Case,
-    Part,
-    Table,
-    each_case,
-)
+from tests.xla.test_recurrent_ops import GOING_ON, NUM_TOKENS, PROMPTS, Case, Part, Table, each_case
 
 pytestmark = [pytest.mark.native, pytest.mark.kernels]
 

@@ -1,4 +1,4 @@
-"""Embedding, gather, rounding and gates of the kernels for GPUs."""
+"""Embedding, gather, rounding, gates, norms, and image towers, of the kernels for GPUs."""
 
 from typing import Any
 
@@ -7,12 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from cadenza.backends.xla.ops.cuda import CudaOps
+from cadenza.backends.xla.ops.cuda_library import CudaLibrary
+from cadenza.backends.xla.ops.reference import OpTable
+from cadenza.backends.xla.ops.table import DecoderSpec, EncoderShape
 from tests.cuda.conftest import Call
+from tests.xla.encoder_parity import check_attention, check_elements, check_image_rows
+from tests.xla.harness import HOSTILE
 
 pytestmark = [pytest.mark.native, pytest.mark.kernels]
 
-WIDTHS = [24, 21]
-"""Rows that vectors of 16 bytes divide, and rows that they do not."""
+WIDTHS = [24, 21]  # rows that vectors of 16 bytes divide, and rows that they do not
 
 
 def like(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
@@ -65,3 +70,74 @@ def test_gates_multiply_a_layers_part_of_the_inputs(call: Call, width: int, dtyp
     expected = x / (1 + np.exp(-x)) * inputs[:, width : 2 * width]
     tolerance = 2e-6 if dtype == jnp.float32 else 2.0**-8
     np.testing.assert_allclose(np.asarray(found, np.float32), expected, rtol=tolerance, atol=1e-7)
+
+
+EPS = np.float32(1e-5)
+
+
+def normed(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    wide = x.astype(np.float64)
+    return wide / np.sqrt((wide * wide).mean(-1, keepdims=True) + EPS) * weight
+
+
+@pytest.mark.parametrize("width", [64, 300, 1024])
+def test_a_norm_is_that_of_its_definition_and_of_each_row_alone(call: Call, width: int) -> None:
+    generator = np.random.default_rng(width)
+    x = generator.normal(size=(5, width)).astype(np.float32)
+    weight = generator.normal(size=width).astype(np.float32)
+
+    def run(rows: np.ndarray) -> np.ndarray:
+        out = jax.ShapeDtypeStruct(rows.shape, jnp.float32)
+        return np.asarray(call("rms_norm", out, rows, weight, jnp.int32(len(rows)), eps=EPS))
+
+    together = run(x)
+    np.testing.assert_allclose(together, normed(x, weight), rtol=2e-6, atol=1e-6)
+    for row in range(len(x)):
+        np.testing.assert_array_equal(run(x[row : row + 1])[0], together[row])
+
+
+def test_a_norm_adds_its_residual_in_place_and_takes_a_factor(call: Call) -> None:
+    generator = np.random.default_rng(1)
+    x, residual = generator.normal(size=(2, 3, 128)).astype(np.float32)
+    weight, factor = np.ones(64, np.float32), np.array([0.5], np.float32)
+    out = jax.ShapeDtypeStruct(x.shape, jnp.float32)
+    found = call(
+        *("rms_norm_add", out, x, weight, jnp.int32(3), jnp.asarray(residual), factor),
+        aliases={3: 0},
+        eps=EPS,
+    )
+    parts = normed(x.reshape(3, 2, 64), weight).reshape(3, 128)
+    np.testing.assert_allclose(np.asarray(found), (residual + parts) * 0.5, rtol=2e-6, atol=1e-6)
+
+
+DTYPES = ("float32", "bfloat16")
+
+
+def tables(library: CudaLibrary, dtype: str) -> tuple[CudaOps, OpTable]:
+    spec = DecoderSpec(model=HOSTILE, dtype=jnp.dtype(dtype).type, page_size=16)
+    return CudaOps(spec, library), OpTable(spec)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_over_an_image_is_the_references_in_any_blocks(
+    library: CudaLibrary, dtype: str
+) -> None:
+    shape = EncoderShape(num_heads=1, head_dim=24, scale=0.2)
+    check_attention(*tables(library, dtype), shape, 40)
+
+
+def test_attention_keeps_to_bounds_as_the_reference_does(library: CudaLibrary) -> None:
+    first = np.arange(36) // 20 * 20
+    bounds = np.stack([first, np.minimum(first + 20, 36)], axis=1).astype(np.int32)
+    shape = EncoderShape(num_heads=2, head_dim=8, scale=0.3)
+    check_attention(*tables(library, "float32"), shape, 36, bounds)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norms_and_activations_are_the_references(library: CudaLibrary, dtype: str) -> None:
+    check_elements(*tables(library, dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_images_have_the_references_bits(library: CudaLibrary, dtype: str) -> None:
+    check_image_rows(*tables(library, dtype))

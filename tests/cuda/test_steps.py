@@ -95,7 +95,6 @@ def test_kernels_that_sum_by_the_number_of_rows_fail_the_load_with_the_weights_s
 
 
 def chosen(runner: XlaRunner, variant: Variant) -> list[Any]:
-    """The log probabilities of a prompt in two chunks and of two decodes, beside another row."""
     geometry = Geometry(bucket=8, num_rows=4, page_size=16)
     streams = [Stream(row=2, pages=[5], draw=Draw(num_logprobs=8)), Stream(row=0, pages=[9])]
     prompts = np.random.default_rng(3).integers(3, 200, (2, 9)).tolist()

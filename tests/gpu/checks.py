@@ -19,6 +19,7 @@ CADENZA = (sys.executable, "-c", "import sys; from cadenza.cli import main; sys.
 VERIFY = (*CADENZA, "verify", "--device", "cuda", "--ops", "cuda", "--json")
 FEW = ("--max-num-seqs", "8", "--num-requests", "16")
 
+# Shapes, with their options.
 FAMILIES = (
     ("tiny-deepseek-v3",),
     ("tiny-qwen3.5",),
@@ -28,10 +29,9 @@ FAMILIES = (
     ("tiny-granite4",),
     ("tiny-qwen3-vl", "--images"),
 )
-"""Shapes, with their options."""
 
+# Tests that need what only the emulation has, or that are of these scripts.
 LEFT_OUT = ("proof", "measures", "steps", "gpu_kernels", "gpu_script")
-"""Tests that need what only the emulation has, or that are of these scripts."""
 
 
 def check_families(command: tuple[str, ...] = (*VERIFY, "--reference", "solo")) -> dict[str, Any]:
@@ -46,7 +46,6 @@ def check_families(command: tuple[str, ...] = (*VERIFY, "--reference", "solo")) 
 
 
 def _last_line(ran: subprocess.CompletedProcess[str]) -> str:
-    """Of the verdict; else of the errors."""
     try:
         return json.loads(ran.stdout.strip().splitlines()[-1])["last_line"]
     except (IndexError, KeyError, TypeError, ValueError):
@@ -90,7 +89,6 @@ def pytest_command(cpus: int) -> tuple[str, ...]:
 
 
 def write_weights(shapes: tuple[str, ...] = ("llama-3.2-1b", "smollm2-135m")) -> dict[str, Any]:
-    """The random checkpoints that are measured, in the cache folder."""
     from cadenza.bench.checkpoints import cached_checkpoint
 
     cache = Path(os.environ["CADENZA_CACHE_DIR"])

@@ -96,7 +96,6 @@ def _take(name: str, named: Path, library: Path, targets: Sequence[str]) -> None
 
 
 def find_cards() -> Cards:
-    """The machine's cards that are fit; ends if there is none."""
     query = ("nvidia-smi", "--query-gpu=name,compute_cap", "--format=csv,noheader")
     try:
         asked = subprocess.run(query, capture_output=True, text=True, check=False)
@@ -128,7 +127,6 @@ def is_current(library: Path) -> bool:
 
 
 def targets_without_code(library: Path, targets: Sequence[str]) -> list[str]:
-    """Those of `targets` for which a part of the library has no machine code."""
     from tools.cuda_library import architectures_of
 
     parts = architectures_of(library.read_bytes())
@@ -158,7 +156,6 @@ def cuda_words(out: Path, library: Path, targets: Sequence[str]) -> list[str]:
 
 
 def progress(out: Path) -> str:
-    """How much of the kernels is compiled."""
     counts = [len([*each.glob("csrc/cuda/*.o")]) for each in (out / "kernels").glob("*")]
     return f"{max(counts, default=0)} of {len([*CSRC.glob('cuda/*.cu')])} files compiled"
 
@@ -177,7 +174,6 @@ def _nvcc() -> str:
 
 
 def _make(out: Path, target: str, words: list[str], limit_s: float | None = None) -> None:
-    """By as many jobs as there are CPUs; ends with the last lines of its log if it fails."""
     import jaxlib
 
     log = out / "build.log"

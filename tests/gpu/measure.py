@@ -29,15 +29,12 @@ PROBES = (sys.executable, "-m", "tests.gpu.probes")
 PROFILE = (sys.executable, "-m", "tests.gpu.profile")
 CHECKS = (sys.executable, "-m", "tests.gpu.checks")
 CARD = ("--device", "cuda", "--ops", "cuda")
-ALL_S = 595
-"""Of all stages together: the limits add up to it."""
+ALL_S = 595  # of all stages together: the limits add up to it
 
+# The environment of each process that shares the card.
 BESIDE_OTHERS = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_CLIENT_MEM_FRACTION": "0.05"}
-"""The environment of each process that shares the card."""
 
-KERNELS = "kernels"
-"""The step that all others need."""
-
+KERNELS = "kernels"  # the step that all others need
 KERNELS_S, UNTIMED_S = 190, 110
 
 CONTEXT = 1024
@@ -166,7 +163,6 @@ _RUNNING: set[subprocess.Popen[str]] = set()
 
 
 def _end_all() -> None:
-    """Asks what runs to end; then kills it. Its steps' threads return."""
     processes = [*_RUNNING]
     for number in (signal.SIGTERM, signal.SIGKILL):
         for process in processes:
@@ -204,7 +200,6 @@ def _limit_s(stage: Sequence[Step]) -> int:
 def _run_stage(
     stage: Sequence[Step], limit_s: float, run: Run, report: Mapping[str, Result]
 ) -> Generator[tuple[Step, Result]]:
-    """The steps as they end."""
     why = "no time was left" if limit_s < 5 else None
     if report and not has_passed(KERNELS, report[KERNELS]):
         why = "the kernels are not there"
@@ -226,7 +221,6 @@ def _run_stage(
 
 
 def _write(out: Path, found: Mapping[str, Result]) -> None:
-    """The three files; steps in their order."""
     names = [each.name for each in steps(out)]
     report = {name: found[name] for name in names if name in found}
     (out / "report.json").write_text(json.dumps(report, indent=1) + "\n")

@@ -17,11 +17,8 @@ from pathlib import Path
 from typing import Any
 
 CADENZA = (sys.executable, "-c", "import sys; from cadenza.cli import main; sys.exit(main())")
-CASES = ((64, 4000), (256, 1024), (8, 1000), (1, 8192))
-"""Rows and tokens of context."""
-
-CALLS = 20
-"""Attentions of one program: the launch of one takes longer than a short one runs."""
+CASES = ((64, 4000), (256, 1024), (8, 1000), (1, 8192))  # rows and tokens of context
+CALLS = 20  # attentions of one program: the launch of one takes longer than a short one runs
 
 
 def probe_attention() -> dict[str, Any]:

@@ -17,11 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-NAME_LEN = 110
-"""Characters of a kernel's name that tell it from others; types follow."""
-
-SHOWN, SHOWN_CASE = 5, "decode 64"
-"""Kernels that the result has, of this case."""
+NAME_LEN = 110  # characters of a kernel's name that tell it from others; types follow
+SHOWN, SHOWN_CASE = 5, "decode 64"  # kernels that the result has, of this case
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +37,6 @@ class Sizes:
 
 
 def profile(model: Path, sizes: Sizes, device: str = "cuda") -> dict[str, Any]:
-    """Of each case: its seconds, and times of kernels."""
     import numpy as np
 
     from cadenza import LLM, SamplingParams
@@ -71,7 +67,6 @@ def profile(model: Path, sizes: Sizes, device: str = "cuda") -> dict[str, Any]:
 
 
 def _traced(work: Callable[[], float]) -> tuple[list[Any], float]:
-    """The events of the trace of `work`, and its result."""
     import jax
 
     options = jax.profiler.ProfileOptions()
@@ -111,14 +106,12 @@ def _names_process(event: Mapping[str, Any]) -> bool:
 
 
 def top_kernels(case: Mapping[str, Any], count: int = SHOWN) -> list[tuple[str, float]]:
-    """Short names, and shares in percent of the time of all kernels."""
     kernels: Sequence[Any] = case["kernels"]
     total = sum(us for *_, us in kernels)
     return [(short_name(name), round(100 * us / total, 1)) for name, _, us in kernels[:count]]
 
 
 def short_name(name: str) -> str:
-    """A kernel's own name and the first of its template's arguments."""
     own = name.replace("(anonymous namespace)::", "").replace("cadenza::cuda::", "")
     return own.removeprefix("void ").split("(")[0][:48]
 

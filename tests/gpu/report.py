@@ -7,8 +7,8 @@ from typing import Any
 Result = Mapping[str, Any]
 
 
+# Of `cadenza verify`, with their exit statuses.
 VERDICTS = {"PASS": 0, "MISMATCH": 1, "NOT SHOWN": 4}
-"""Of `cadenza verify`, with their exit statuses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,6 @@ def has_passed(name: str, result: Result | None) -> bool:
 
 
 def format_report(names: Sequence[str], report: Mapping[str, Result], compiled: str) -> str:
-    """The table of all steps; `compiled`: how much of the kernels is compiled."""
     return "".join(f"{line}\n" for line in _lines(names, report, compiled))
 
 
@@ -79,7 +78,6 @@ def _lines(names: Sequence[str], report: Mapping[str, Result], compiled: str) ->
 
 
 def _figure(reading: Reading, found: Any) -> str:
-    """Empty where a failed step printed another object than a passed one's."""
     try:
         return reading.figure(found)
     except (KeyError, TypeError, AttributeError):
@@ -137,6 +135,7 @@ _SHARES = (
     "`proof` has under `products` which rows cublasLt computes; then `attention`, `host share`"
 )
 
+# By the names of steps.
 READINGS: Mapping[str, Reading] = {
     "kernels": Reading(
         figure=lambda found: (
@@ -212,4 +211,3 @@ READINGS: Mapping[str, Reading] = {
         look="`failed` has the names of tests, `output` their errors",
     ),
 }
-"""By the names of steps."""

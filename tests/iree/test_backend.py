@@ -27,7 +27,6 @@ def bundled() -> Checkpoint:
 
 @pytest.fixture
 def copied(bundled: Checkpoint, tmp_path: Path) -> Path:
-    """A folder with the bundled model and its modules, to be changed."""
     return shutil.copytree(bundled.folder, tmp_path / "model")
 
 

@@ -17,7 +17,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of a kind of `tiny_models.KINDS`."""
     root = tmp_path_factory.mktemp("tiny-mlx")
 
     def folder_of(kind: str) -> Path:

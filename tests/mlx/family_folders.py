@@ -64,7 +64,6 @@ FAMILIES: Mapping[str, FamilyFolder] = {
 
 
 def write_family(family: FamilyFolder, folder: Path, *, seed: int = 2) -> Path:
-    """Writes `family` with random weights to a new folder, and returns it."""
     plain = folder.with_name(f"{folder.name}-plain")
     write_random_checkpoint(named_shape(family.shape), plain, seed=seed, dtype="float32")
     config = json.loads((plain / "config.json").read_text())
@@ -117,7 +116,6 @@ def _stacked(tensors: Arrays, gate_up: str, down: str) -> Arrays:
 def _wrapped(
     config: dict[str, Any], tensors: Arrays, model_type: str
 ) -> tuple[dict[str, Any], Arrays]:
-    """With a tower of one tensor."""
     inner = {key: value for key, value in config.items() if key != "architectures"}
     outer: dict[str, Any] = {
         "model_type": model_type,

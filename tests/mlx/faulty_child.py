@@ -12,9 +12,7 @@ from cadenza.engine.process.worker import OnPhase, Serving, run_child
 from cadenza.loading.engine_program import load_engine
 
 RAISE = 2500
-EXHAUST = 2501
-"""Its step asks MLX for more memory than there is."""
-
+EXHAUST = 2501  # its step asks MLX for more memory than there is
 TOO_MANY_BYTES = 1 << 50
 
 

@@ -20,11 +20,11 @@ from tests.by_day import by_day
 from tests.mlx.family_folders import FAMILIES, FamilyFolder, write_family
 from tests.mlx.test_kinds import streams, token_ids
 
+# The families that `make test` compares with XLA's; `make soak` compares all.
 QUICK_FAMILIES = frozenset({"qwen3.5", "gpt-oss", "deepseek-v3"})
-"""The families that `make test` compares with XLA's; `make soak` compares all."""
 
+# Longer than the windows of the shapes, and than a chunk.
 PROMPT = tuple(np.random.default_rng(4).integers(3, 331, 70).tolist())
-"""Longer than the windows of the shapes, and than a chunk."""
 
 NUM_TOKENS = 4
 CONFIG = EngineConfig(backend="mlx", dtype="float32", max_num_seqs=3, max_model_len=128)
@@ -32,7 +32,6 @@ CONFIG = EngineConfig(backend="mlx", dtype="float32", max_num_seqs=3, max_model_
 
 @pytest.fixture(scope="session")
 def family_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of a family of `FAMILIES`."""
     root = tmp_path_factory.mktemp("families")
 
     def folder_of(name: str) -> Path:
@@ -68,7 +67,6 @@ def test_a_familys_tokens_and_logits_are_those_of_xlas_reference(
 
 
 def served(folder: Path) -> list[int]:
-    """The greedy tokens after `PROMPT`, beside another request."""
     from cadenza.backends.mlx.runner import MlxRunner
 
     limits = EngineLimits(

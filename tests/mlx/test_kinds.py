@@ -32,8 +32,6 @@ NUM_TOKENS = 5
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A runner for one kind of model."""
-
     runner: Any
     kind: Kind
     folder: Path
@@ -97,7 +95,6 @@ def loaded(request: pytest.FixtureRequest, tiny_model: Callable[[str], Path]) ->
 
 @pytest.fixture(scope="module")
 def alone(loaded: Loaded) -> list[Any]:
-    """The streams of `requests`, each played alone."""
     return streams(loaded.engine(), requests(), at_once=False)
 
 
@@ -172,8 +169,6 @@ def test_a_conversation_goes_on_from_its_slot(loaded: Loaded):
 
 
 class FailsOnce:
-    """A runner whose step number `at` fails."""
-
     def __init__(self, runner: Any, at: int) -> None:
         self._runner = runner
         self._left = at

@@ -61,7 +61,6 @@ def test_a_client_that_leaves_its_stream_frees_its_row(served: Any):
 
 
 def texts(lines: Iterator[str]) -> Iterator[str]:
-    """The texts of a stream's events. Fails if one is an error."""
     for line in lines:
         content = line.removeprefix("data: ")
         if content and content != "[DONE]":
@@ -70,7 +69,6 @@ def texts(lines: Iterator[str]) -> Iterator[str]:
 
 @contextmanager
 def endless(server: RunningServer) -> Iterator[tuple[str, Iterator[str]]]:
-    """The first text of the stream of `ENDLESS`, and the texts after it."""
     url = f"{server.url}/v1/completions"
     with httpx.stream("POST", url, json=ENDLESS, timeout=LOAD_S) as stream:
         parts = texts(stream.iter_lines())
@@ -79,7 +77,6 @@ def endless(server: RunningServer) -> Iterator[tuple[str, Iterator[str]]]:
 
 @pytest.fixture(scope="module")
 def undisturbed(served: Any) -> str:
-    """The text of `ENDLESS`."""
     with endless(served[0]) as (first, parts):
         return first + "".join(parts)
 

@@ -213,12 +213,11 @@ KINDS: dict[str, Kind] = {
 }
 
 
+# The kinds whose streams are compared in `make test`; the others' are in `make soak`.
 QUICK_KINDS = frozenset({"full", "4 bits", "recurrent"})
-"""The kinds whose streams are compared in `make test`; the others' are in `make soak`."""
 
 
 def write_tiny_model(kind: Kind, folder: Path) -> Path:
-    """Writes random weights and returns the folder."""
     import mlx.core as mx
     from mlx import nn
     from mlx.utils import tree_flatten, tree_map

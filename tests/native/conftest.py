@@ -8,11 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from cadenza.backends.xla.ops.native_library import (
-    NativeLibrary,
-    load_native_library,
-    packed_shape,
-)
+from cadenza.backends.xla.ops.native_library import NativeLibrary, load_native_library, packed_shape
 from cadenza.backends.xla.ops.native_program import NativeProgram
 from cadenza.backends.xla.ops.packed_memory import PackedMemory
 

@@ -14,11 +14,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from cadenza.backends.xla.ops.native_library import (
-    float8_shape,
-    load_native_library,
-    packed_shape,
-)
+from cadenza.backends.xla.ops.native_library import float8_shape, load_native_library, packed_shape
 from cadenza.backends.xla.ops.native_program import NativeProgram
 from cadenza.backends.xla.ops.packed_memory import PackedMemory
 from cadenza.weights.quantised_weight import BLOCK, Float8Weight
@@ -27,14 +23,13 @@ from tests.native.quantised_definition import fma
 Float32Array = npt.NDArray[np.float32]
 
 ROWS = (*range(1, 41), 63, 64, 65, 255, 256, 257)
+# Columns and reductions, most with incomplete panels, blocks and steps.
 SHAPES = ((70, 256), (33, 31), (64, 128), (20, 300), (45, 129), (1, 1))
-"""Columns and reductions, most with incomplete panels, blocks and steps."""
 
 FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
 
 
 def random_weight(random: np.random.Generator, columns: int, reduction: int) -> Float8Weight:
-    """Codes of every value but NaN, and scales of all sizes."""
     codes = (
         random.integers(0, 127, (columns, reduction)) | random.integers(0, 2, (1, reduction)) << 7
     )
@@ -47,7 +42,6 @@ def values(weight: Float8Weight) -> Float32Array:
 
 
 def product(x: Float32Array, weight: Float8Weight) -> Float32Array:
-    """x [T, K] times the transposed weight [N, K], element by element."""
     columns, total = values(weight), np.zeros((len(x), len(weight)), np.float32)
     for block in range(weight.scales.shape[1]):
         part = np.zeros_like(total)
@@ -83,7 +77,6 @@ def pack(*parts: Float8Weight, is_gated: bool = False) -> npt.NDArray[Any]:
 
 @functools.partial(jax.jit, static_argnames="columns")
 def linear(x: Any, packed: Any, rows: Any, *, columns: int) -> Any:
-    """The first `rows` of x [T, K] times a packed weight: float32 [T, columns]."""
     shape = jax.ShapeDtypeStruct((len(x), columns), jnp.float32)
     program = NativeProgram(load_native_library())
     record = program.call("linear", shape)
@@ -91,7 +84,6 @@ def linear(x: Any, packed: Any, rows: Any, *, columns: int) -> Any:
 
 
 def compare_products(digest: Any) -> int:
-    """Compares every number of rows with the definition, bit for bit; the number of products."""
     random, count = np.random.default_rng(7), 0
     for columns, reduction in SHAPES:
         weight = random_weight(random, columns, reduction)

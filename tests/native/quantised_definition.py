@@ -19,11 +19,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from cadenza.backends.xla.ops.native_library import (
-    CodedOperand,
-    load_native_library,
-    packed_bytes,
-)
+from cadenza.backends.xla.ops.native_library import CodedOperand, load_native_library, packed_bytes
 from cadenza.backends.xla.ops.native_program import NativeProgram
 from cadenza.backends.xla.ops.packed_memory import PackedMemory
 from cadenza.backends.xla.ops.quantised import REMAINDER_SPAN, orders_of
@@ -52,8 +48,8 @@ ROWS = {
     "few": (1, 2, 3, 5, 6, 7, 17, 40, 65),
     "all": (*range(1, 41), 63, 64, 65, 255, 256, 257),
 }
+# Columns and reductions, most with incomplete panels and groups; the last has two spans.
 SHAPES = ((70, 96), (33, 31), (64, 32), (100, 57), (17, 130), (5, 2100))
-"""Columns and reductions, most with incomplete panels and groups; the last has two spans."""
 
 QUANTISED = {INT8: quantise_int8, INT4: quantise_int4}
 
@@ -88,8 +84,8 @@ def fma(a: Float32Array, b: Float32Array, c: Float32Array) -> Float32Array:
     return odd.astype(np.float32)
 
 
+# Codes [T, G, GROUP] and scales [T, G] of activations.
 Coded = tuple[npt.NDArray[np.int32], Float32Array]
-"""Codes [T, G, GROUP] and scales [T, G] of activations."""
 
 
 def quantise_rows(x: npt.NDArray[Any]) -> tuple[Coded, Coded]:
@@ -118,7 +114,6 @@ def quantise_groups(groups: Float32Array) -> Coded:
 
 
 def product(x: npt.NDArray[Any], *parts: QuantisedWeight) -> Float32Array:
-    """x [T, K] times the transposed weights [Ni, K] side by side."""
     order = parts[0].order
     first, second = quantise_rows(x if order is None else x[:, order])
 
@@ -130,7 +125,6 @@ def product(x: npt.NDArray[Any], *parts: QuantisedWeight) -> Float32Array:
 
 
 def fold(total: Float32Array, coded: Coded, weight: QuantisedWeight) -> Float32Array:
-    """Adds the codes of activations times one weight to a total [T, N], group by group."""
     codes, scales = coded
     rows, num_groups = len(weight), weight.scales.shape[1]
     padded = np.pad(weight.codes.astype(np.int32), ((0, 0), (0, -weight.shape[1] % weight.group)))
@@ -151,7 +145,6 @@ def fold(total: Float32Array, coded: Coded, weight: QuantisedWeight) -> Float32A
 def random_weight(
     random: np.random.Generator, format: WeightFormat, rows: int, reduction: int
 ) -> QuantisedWeight:
-    """A weight of codes with every value that the format has."""
     assert format.group is not None
     shape = (rows, -(-reduction // format.group))
     low = -128 if format.bits == 8 else (-8 if format.correction is None else 0)
@@ -188,13 +181,11 @@ def pack(
 
 
 def call(name: str, shape: Any, *operands: Any, **attributes: Any) -> npt.NDArray[Any]:
-    """Runs one operation as a program of its own."""
     return np.asarray(jax.jit(lambda *each: _emit(name, shape, *each, **attributes))(*operands))
 
 
 @functools.partial(jax.jit, static_argnames="columns")
 def linear(x: Any, packed: Any, rows: Any, *, columns: int) -> Any:
-    """The first `rows` of x [T, K] times a packed weight: float32 [T, columns]."""
     shape = jax.ShapeDtypeStruct((len(x), columns), jnp.float32)
     return _emit("linear", shape, x, packed, rows, None, None, scale=np.float32(1.0))
 
@@ -205,7 +196,6 @@ def _emit(name: str, shape: Any, *operands: Any, **attributes: Any) -> Any:
 
 
 def compare_products(batches: Sequence[int], digest: Any) -> int:
-    """Compares every number of rows with the definition, bit for bit; the number of products."""
     random, count = np.random.default_rng(7), 0
     for (columns, reduction), (format, quantise) in itertools.product(SHAPES, QUANTISED.items()):
         floats = random.normal(size=(columns, reduction)).astype(np.float32)
@@ -237,7 +227,6 @@ def compare_formats(batches: Sequence[int], digest: Any) -> int:
 def random_blocks(
     name: str, rows: int, reduction: int, num_paired_heads: int | None = None
 ) -> BlockWeight:
-    """A weight in blocks of one of GGUF's types."""
     kind = TYPES[name]
     stored = any_blocks(name, rows * reduction // kind.block_len, seed=len(name) + rows)
     if name == "MXFP4":
@@ -289,7 +278,6 @@ def compare(
 def add_other_operations(
     format: WeightFormat, pair: Sequence[QuantisedWeight | BlockWeight], digest: Any
 ) -> None:
-    """The gated product and the embedding."""
     gate, up = pair
     width = gate.shape[1]
     x = np.random.default_rng(8).normal(size=(19, width)).astype(np.float32)

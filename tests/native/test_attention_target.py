@@ -19,8 +19,7 @@ NONE = np.zeros(0, np.float32)
 DTYPES = [ml_dtypes.bfloat16, np.float32]
 
 
-LAYERS = 3
-"""Of the pools; the last one attends."""
+LAYERS = 3  # of the pools; the last one attends
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +34,6 @@ class Variant:
     skipped: tuple[tuple[int, int], ...] = ()  # before each position, so many more tokens
 
     def indices(self, length: int) -> npt.NDArray[np.int64]:
-        """[length]: the places of tokens in a text of which some were left out."""
         at = np.arange(length)
         return at + sum((at >= position) * count for position, count in self.skipped)
 
@@ -160,7 +158,6 @@ def window_starts_of(variant: Variant) -> npt.NDArray[np.int32]:
 def turned(
     part: npt.NDArray[np.float64], weight: npt.NDArray[np.float32], variant: Variant
 ) -> npt.NDArray[np.float64]:
-    """Normed and rotated heads [length, H, SIZE]."""
     if variant.has_norms:
         axes = (-2, -1) if variant.norm_spans_heads else -1
         part = part / np.sqrt(np.mean(part**2, axis=axes, keepdims=True) + 1e-6)
@@ -173,7 +170,6 @@ def turned(
 
 
 def rounded_to_codes(vectors: npt.NDArray[np.float64], most: int) -> npt.NDArray[np.float64]:
-    """Vectors [..., n] rounded to multiples of a `most`-th of their largest element."""
     scales = np.abs(vectors).max(axis=-1, keepdims=True) / most
     return np.round(np.divide(vectors, scales, where=scales > 0, out=vectors * 0)) * scales
 
@@ -190,7 +186,6 @@ def rounded_weights(
 
 
 def reference(qkv: npt.NDArray[Any], variant: Variant) -> npt.NDArray[np.float64]:
-    """Attention of the whole sequence in float64: [length, HEADS * SIZE]."""
     length = len(qkv)
     heads = qkv.astype(np.float64).reshape(length, -1, SIZE)
     query, key, value = np.split(heads, [HEADS, HEADS + KV_HEADS], axis=1)

@@ -55,8 +55,6 @@ def route(call: Any, x: Any, router: Any, count: int, routing: Routing, bias: An
 
 
 class Layer:
-    """One layer's experts, packed and plain, and the two products through XLA."""
-
     def __init__(self, call: Any, library: Any, random: np.random.Generator, dtype: Any) -> None:
         self.call, self.dtype = call, dtype
         self.gate_up = random.normal(size=(EXPERTS, 2 * INNER, HIDDEN)).astype(dtype) * dtype(0.2)

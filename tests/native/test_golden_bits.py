@@ -19,19 +19,14 @@ from cadenza.checkpoint.random_checkpoint import named_shape
 from cadenza.fingerprint import ARITHMETIC_REVISION
 from cadenza.models.layer_kind import ConvShape, DeltaShape, ScanShape
 from cadenza.models.towers.registry import READERS
-from tools.golden_bits import (
-    cases_of_class,
-    compare,
-    missing,
-    missing_text,
-    read_corpus,
-    record,
-)
+from tools.golden_bits import cases_of_class, compare, missing, missing_text, read_corpus, record
 from tools.golden_cases import Case, all_cases
 
 pytestmark = pytest.mark.native
 
 ROOT = Path(__file__).resolve().parents[2]
+# An ulp in a coefficient of the exponential is seen in the first two on every table; the others
+# have sinks, blocks of GGUF, a tower, shared KV, latents and recurrent states.
 QUICK = [
     Case(shape="tiny-gemma2", format="bfloat16"),
     Case(shape="tiny-qwen3-moe", format="int4"),
@@ -42,8 +37,6 @@ QUICK = [
     Case(shape="tiny-deepseek-v3", format="bfloat16", route="hit"),
     Case(shape="tiny-qwen3.5", format="bfloat16", route="snapshot"),
 ]
-"""An ulp in a coefficient of the exponential is seen in the first two on every table; the others
-have sinks, blocks of GGUF, a tower, shared KV, latents and recurrent states."""
 PORTABLE_ISAS = ("avx512", "avx2", "neon", "scalar")
 
 

@@ -55,14 +55,14 @@ def build(library: NativeLibrary, *arguments: str) -> None:
     assert made.returncode == 0, made.stderr
 
 
+# Without vectors they take most of a minute. By day they run with them, and without them the tests
+# of the same kernels in smaller sizes.
 SLOW_IN_PLAIN_CPP = {
     "attention_of_long_rows_together_has_the_bits_of_each_alone",
     "a_decoding_row_does_not_depend_on_its_batch",
     "a_linear_row_that_is_copied_apart_from_others_does_not_depend_on_its_batch",
     "a_float8_row_that_is_copied_apart_from_others_does_not_depend_on_its_batch",
 }
-"""Without vectors they take most of a minute. By day they run with them, and without them the tests
-of the same kernels in smaller sizes."""
 
 
 def run_kernel_tests(*arguments: str) -> list[str]:

@@ -46,8 +46,7 @@ LOAD_S = 240.0
 SAMPLE_S = 0.005
 MB = 1_000_000
 PROMPT_LEN = 150
-FEW_BYTES = 8 << 20
-"""Of bodies: the load of the tests has short ones."""
+FEW_BYTES = 8 << 20  # of bodies: the load of the tests has short ones
 SAMPLINGS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
     {"temperature": 1.0, "top_p": 0.9, "top_k": 40, "logprobs": 5},
@@ -56,8 +55,6 @@ SAMPLINGS: tuple[dict[str, Any], ...] = (
 
 
 class PeakWatch:
-    """The most private memory that a process was seen to have."""
-
     def __init__(self, pid: int) -> None:
         self.peak_bytes = 0
         self._status = Path(f"/proc/{pid}/status")
@@ -104,14 +101,12 @@ def write(path: Path, text: str) -> None:
 
 
 def make_root(folder: Path, version: Any, limit_bytes: int) -> Path:
-    """A machine with much memory and one limit."""
     write(folder / "proc/meminfo", f"MemAvailable: {1 << 30} kB\n")
     version(folder, limit_bytes)
     return folder
 
 
 def measured_peak(root: Path, model: Path | None, config: EngineConfig, plan: EnginePlan) -> int:
-    """Of an engine process in the system below `root` whose rows were all in use."""
     command = (sys.executable, str(CHILD), str(root))
     name = None if model is None else str(model)
     front = Front(ProcessLink(name, config, ProcessOptions(command=command)))
@@ -237,7 +232,6 @@ def private_bytes(*pids: int) -> int:
 
 
 def load(serving: ServeProcess, num_requests: int) -> None:
-    """Completions of all kinds at the same time."""
     name = serving.get("/v1/models").json()["data"][0]["id"]
 
     def ask(at: int) -> int:

@@ -1,6 +1,8 @@
 """Packed weights on disk: what is read is what was written, and anything else is packed again."""
 
+import gc
 import logging
+import weakref
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,7 +15,12 @@ from cadenza.backends.xla.decoder import load_decoder
 from cadenza.backends.xla.layers.weight_source import WeightSource
 from cadenza.backends.xla.ops.native import NativeOps
 from cadenza.backends.xla.ops.native_library import NativeLibrary
-from cadenza.backends.xla.ops.packed_memory import PIECE_BYTES, PackedFile, PackedMemory
+from cadenza.backends.xla.ops.packed_memory import (
+    CHUNK_BYTES,
+    PIECE_BYTES,
+    PackedFile,
+    PackedMemory,
+)
 from cadenza.backends.xla.ops.table import DecoderSpec
 from cadenza.checkpoint.opening import open_checkpoint
 
@@ -23,7 +30,6 @@ SHAPES = ((3, 100), (1, 70_001), (2, 5, 64))
 def load(
     file: PackedFile, shapes: tuple[tuple[int, ...], ...] = SHAPES
 ) -> tuple[list[Any], list[int]]:
-    """The arrays that a loading of these shapes holds, and which of them it packed."""
     memory, packed = PackedMemory(file), list[int]()
 
     def pack(array: npt.NDArray[Any], index: int) -> None:
@@ -117,8 +123,6 @@ def test_a_file_that_cannot_be_written_costs_a_warning(
 
 
 class CountingLibrary:
-    """Counts the operands that are packed."""
-
     def __init__(self, library: NativeLibrary) -> None:
         self._library = library
         self.num_packed = 0
@@ -154,3 +158,59 @@ def test_a_models_weights_have_the_same_bits_from_the_file(path: Path, library: 
     assert second_count == 0
     assert are_equal(plain, first)
     assert are_equal(plain, second)
+
+
+def test_arrays_are_aligned_and_share_no_byte():
+    memory = PackedMemory()
+    arrays = [memory.empty((count, 3), np.float32) for count in (1, 5, 1000, 7)]
+    for number, array in enumerate(arrays):
+        array[:] = number
+        assert array.ctypes.data % 64 == 0
+        assert array.flags.c_contiguous
+    for number, array in enumerate(arrays):
+        assert (array == number).all()
+
+
+def test_neighbours_lie_side_by_side_until_a_chunk_is_full():
+    memory = PackedMemory()
+    first, second = memory.empty((100,), np.uint8), memory.empty((100,), np.uint8)
+    assert second.ctypes.data - first.ctypes.data == 128
+    whole = memory.empty((CHUNK_BYTES,), np.uint8)
+    assert whole.nbytes == CHUNK_BYTES
+    larger = memory.empty((CHUNK_BYTES + 1,), np.uint8)
+    assert larger.nbytes == CHUNK_BYTES + 1
+
+
+def test_a_chunk_is_placed_before_its_first_array_is_handed_out():
+    placed: list[int] = []
+
+    def place(chunk: npt.NDArray[np.uint8]) -> None:
+        placed.append(chunk.nbytes)
+
+    memory = PackedMemory(place=place)
+    assert not placed
+    memory.empty((100,), np.uint8)
+    memory.empty((100,), np.uint8)
+    assert len(placed) == 1
+    assert placed[0] >= CHUNK_BYTES
+    memory.empty((CHUNK_BYTES,), np.uint8)
+    assert len(placed) == 2
+
+
+def test_placed_memory_keeps_what_was_written(library: NativeLibrary):
+    memory = np.arange(3 << 20, dtype=np.uint32).view(np.uint8)
+    library.place_pages(memory)
+    assert (memory.view(np.uint32) == np.arange(3 << 20)).all()
+
+
+def test_a_chunk_goes_with_the_last_of_its_arrays():
+    memory = PackedMemory()
+    first, second = memory.empty((64,), np.uint8), memory.empty((64,), np.uint8)
+    chunk = weakref.ref(first.base)
+    del memory, first
+    gc.collect()
+    assert chunk() is not None
+    second[:] = 1
+    del second
+    gc.collect()
+    assert chunk() is None

@@ -27,15 +27,13 @@ from tests.server.serve_process import serve_process
 
 pytestmark = [pytest.mark.native, needs_proc]
 
-OWN_BYTES = 500_000_000
-"""What an engine process may hold beside its weights and its pool."""
+OWN_BYTES = 500_000_000  # what an engine process may hold beside its weights and its pool
 CONFIG = EngineConfig(max_num_seqs=8, max_model_len=512, num_pages=20_000)
 LOAD_S = 240.0
 COMPLETION = {"model": "bundled", "prompt": "One", "max_tokens": 8, "ignore_eos": True}
 
 
 def idle_server_shares(seconds: float) -> list[float]:
-    """Of the front end and of its engine, once they have served something."""
     with serve_process() as serving:
         serving.wait_ready()
         assert serving.post("/v1/completions", COMPLETION).status_code == 200
@@ -84,7 +82,6 @@ def test_a_thread_that_seldom_sleeps_is_noticed() -> None:
 
 
 def served_bytes(model: Path | None, config: EngineConfig) -> int:
-    """Private memory of an engine process that has answered a request in every row."""
     front = Front(ProcessLink(None if model is None else str(model), config))
     front.wait(lambda: front.engine.status().state in {"ready", "dead"}, LOAD_S)
     params = SamplingParams(max_tokens=8, ignore_eos=True)

@@ -28,7 +28,6 @@ EPS, ONE = np.float32(1e-5), np.float32(1.0)
 
 @pytest.fixture
 def operands(pack: Any, random: np.random.Generator) -> tuple[Any, ...]:
-    """A residual stream, the weights of its norm, and a gated MLP's packed weights."""
     stream = random.normal(size=(ROWS, WIDTH)).astype(np.float32)
     norm = random.normal(size=WIDTH).astype(np.float32)
     gate, up = (random.normal(size=(HIDDEN, WIDTH)).astype(BF16) for _ in range(2))
@@ -37,7 +36,6 @@ def operands(pack: Any, random: np.random.Generator) -> tuple[Any, ...]:
 
 
 def mlp(call: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
-    """Two layers of the same MLP, whose stream is updated in place after the first norm."""
     stream, norm, gate_up, down = operands
     x = call("rms_norm_add", STREAM)(stream, norm, COUNT, stream, None, eps=EPS)
     for _ in range(2):

@@ -12,11 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cadenza.backends.xla.ops.native_library import (
-    CodedOperand,
-    NativeLibrary,
-    packed_bytes,
-)
+from cadenza.backends.xla.ops.native_library import CodedOperand, NativeLibrary, packed_bytes
 from cadenza.backends.xla.ops.packed_memory import PackedMemory
 from cadenza.backends.xla.ops.quantised import REMAINDER_SPAN
 from cadenza.errors import ConfigError
@@ -151,7 +147,6 @@ def test_a_target_refuses_quantised_weights_that_do_not_fit(call, random: np.ran
 
 
 def groups_of(packed: np.ndarray) -> np.ndarray:
-    """The groups of an int4 weight's panels, which follow 64 bytes of header."""
     return packed[64:].reshape(-1, 608)
 
 

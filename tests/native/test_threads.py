@@ -73,8 +73,6 @@ def test_an_impossible_setting_is_a_named_error() -> None:
 
 
 def share_of_an_idle_engine(folder: Path, seconds: float) -> float:
-    """Of a core, while a warm engine in this process has nothing to do."""
-
     async def play() -> float:
         async with AsyncEngine.from_model(folder, max_num_seqs=2, max_model_len=64) as engine:
             params = SamplingParams(max_tokens=8, ignore_eos=True)

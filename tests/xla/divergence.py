@@ -28,19 +28,15 @@ from tests.xla.test_native_ops import device_step
 from training.corpus.example import Split
 from training.corpus.mixture import SHARES, make_example, open_source
 
+# The log probabilities [L, V] after each token of each text.
 Logprobs = Iterable[npt.NDArray[np.floating[Any]]]
-"""The log probabilities [L, V] after each token of each text."""
 
-EXAMPLES = 3
-"""Of each kind of text."""
-
+EXAMPLES = 3  # of each kind of text
 PAGE_SIZE, BUCKET = 16, 256
 BUNDLED = open_checkpoint(None)
 
 
 class LogitOps(NativeOps):
-    """Gives the float32 logits [L, V] of the logit rows in place of tokens."""
-
     def next_tokens(self, x: Any, head: Linear, step: StepArrays) -> Any:
         model = self._model
         assert model.residual_scale == model.logit_divisor == 1.0
@@ -50,7 +46,6 @@ class LogitOps(NativeOps):
 
 
 def held_out_texts() -> list[list[int]]:
-    """Texts that the bundled model was not trained on, of each kind."""
     assert BUNDLED.tokenizer_source is not None
     tokenizer = Tokenizer(BUNDLED.tokenizer_source)
     found: list[list[int]] = []
@@ -97,7 +92,6 @@ def logprobs_of(
 def kl_of_positions(
     exact: npt.NDArray[np.floating[Any]], other: npt.NDArray[np.floating[Any]]
 ) -> npt.NDArray[np.float64]:
-    """KL(exact ‖ other) of each position, from log probabilities [L, V]."""
     wide = exact.astype(np.float64)
     return (np.exp(wide) * (wide - other)).sum(axis=-1)
 

@@ -28,7 +28,6 @@ def normal(seed: int, *shape: int) -> np.ndarray:
 
 
 def assert_like(actual: jax.Array, expected: jax.Array, tolerance: float) -> None:
-    """Within so much of the largest value."""
     wide = np.asarray(expected, np.float64)
     error = np.abs(np.asarray(actual, np.float64) - wide).max()
     assert actual.dtype == expected.dtype
@@ -47,7 +46,6 @@ class Tower:
     has_factors: bool = True
 
     def attend(self, bounds: np.ndarray | None = None) -> np.ndarray:
-        """All rows' results, block by block."""
         heads = self._kept()
 
         def attend(heads: Any, block: EncoderBlock, own: Any) -> jax.Array:
@@ -112,7 +110,6 @@ def check_attention(
 
 
 def check_elements(table: OpTable, reference: OpTable) -> None:
-    """Layer norm and activations."""
     dtype = np.dtype(reference._spec.dtype)
     x, weight, bias, count = 3 * normal(5, 9, 70) + 1, normal(6, 70), normal(7, 70), jnp.int32(7)
 
@@ -130,7 +127,6 @@ def check_elements(table: OpTable, reference: OpTable) -> None:
 
 
 def check_image_rows(table: OpTable, reference: OpTable) -> None:
-    """Rows of images are kept and placed as the reference does it, to the bit."""
     dtype = np.dtype(reference._spec.dtype)
     rows = jnp.asarray(normal(8, 6, 3 * 40), dtype)
     slots = jnp.asarray([4, -1, 0, 5, 2], jnp.int32)

@@ -11,8 +11,7 @@ from cadenza.engine.process.worker import OnPhase, Serving, run_child
 from cadenza.frontend.loaded_model import load_model
 
 RAISE = 2500
-STEP_S = 0.02
-"""So that there is time to meet streams before they end."""
+STEP_S = 0.02  # so that there is time to meet streams before they end
 
 
 class FaultyRunner:

@@ -112,8 +112,6 @@ class Variant:
 
 
 def config_of(shape: str) -> ModelConfig:
-    """Of a named shape, or of the hostile one; "one layer of" it is for the reference table, whose
-    every layer is compiled."""
     for count, words in enumerate(("one layer of ", "two layers of "), 1):
         if shape.startswith(words):
             return replace(config_of(shape.removeprefix(words)), num_layers=count)
@@ -154,7 +152,6 @@ class Lab:
     def runner_with(
         self, weights: Weights, model: ModelConfig = HOSTILE, variant: Variant = BASE
     ) -> XlaRunner:
-        """A variant's programs over other weights of its shape, or over another rope."""
         runner = XlaRunner(model, weights, variant.setup, variant.ops)
         runner._programs = self.runner(variant).programs
         runner.reset()
@@ -178,8 +175,6 @@ class Lab:
 
 @dataclass(slots=True, eq=False)
 class Stream:
-    """What one request gave: its tokens with their log probabilities, and how it ended."""
-
     tokens: list[Token] = field(default_factory=list)
     finished: Finished | None = None
 
@@ -192,7 +187,6 @@ class Stream:
         return self.finished.finish_reason if self.finished else None
 
     def difference(self, other: "Stream") -> str | None:
-        """None when every token and every bit of every log probability is the same."""
         for index, (ours, theirs) in enumerate(zip(self.tokens, other.tokens, strict=False)):
             if (ours.token_id, ours.logprobs) != (theirs.token_id, theirs.logprobs):
                 return f"token {index}: {ours} against {theirs}"
@@ -230,8 +224,6 @@ class Mode:
 
 @dataclass(slots=True, eq=False)
 class Served:
-    """The streams of a workload, in the order of its requests, and what happened meanwhile."""
-
     streams: list[Stream]
     engine: EngineCore
     num_steps: int = 0
@@ -282,7 +274,6 @@ def new_engine(runner: Runner, variant: Variant, mode: Mode) -> EngineCore:
 
 
 def take_events(engine: EngineCore, served: Served, index_of: dict[int, int]) -> None:
-    """One step; each stream gets its tokens and at most one end."""
     for event in engine.step():
         stream = served.streams[index_of[event.request_id]]
         assert stream.finished is None, f"{event} came after {stream.finished}"
@@ -305,7 +296,6 @@ def serve_alone(lab: Lab, variant: Variant, request: Request) -> Stream:
 def random_requests(
     seed: int, count: int, variant: Variant, *, longest_output: int = 24
 ) -> list[Request]:
-    """Hostile variety: shared prefixes, every sampler, with and without log probabilities."""
     rng = np.random.default_rng(seed)
     vocab_size = variant.config.vocab_size
     longest = variant.max_model_len - longest_output
@@ -340,7 +330,6 @@ def _random_request(
 
 
 def shout(request: Request) -> Request:
-    """The same request with every log probability there is, which must change nothing else."""
     return replace(request, params=replace(request.params, logprobs=20))
 
 
@@ -367,7 +356,6 @@ def places_of_slots(shape: tuple[int, ...], itemsize: int, *, are_keys: bool) ->
 
 
 def slots_of_pool(runner: XlaRunner) -> list[np.ndarray]:
-    """Keys and values of every slot, all layers together: [slots, elements] each."""
     assert runner._state is not None
     return [
         np.asarray(side).ravel()[places_of_slots(side.shape, side.itemsize, are_keys=index == 0)]
@@ -376,12 +364,10 @@ def slots_of_pool(runner: XlaRunner) -> list[np.ndarray]:
 
 
 def page_bytes(runner: XlaRunner) -> np.ndarray:
-    """Every slot's bytes, all layers together: [slots, bytes]."""
     return np.concatenate([side.view(np.uint8) for side in slots_of_pool(runner)], axis=1)
 
 
 def slots_of(pages: Iterable[int], num_tokens: int, page_size: int) -> np.ndarray:
-    """Slots of the first `num_tokens` tokens of a stream on `pages`."""
     positions = np.arange(num_tokens)
     return np.array(list(pages))[positions // page_size] * page_size + positions % page_size
 

@@ -15,8 +15,6 @@ Moment = Literal["launch", "result"]
 
 @dataclass(slots=True, eq=False)
 class RunnerInFront:
-    """Hands everything on to `runner`."""
-
     runner: Runner
 
     @property

@@ -42,7 +42,6 @@ class RuledRow:
         return self.request.params.seed or 0
 
     def ruled(self) -> np.ndarray:
-        """What the plain reference makes of the logits."""
         return ruled_logits(self.logits, self.request, self.generated, STOPS)
 
     def record(self) -> np.ndarray | None:
@@ -58,7 +57,6 @@ class RuledRow:
 
 
 def random_row(rng: np.random.Generator, vocab_size: int, *, sampled: bool = True) -> RuledRow:
-    """Each option off in about half of the rows; contexts repeat few tokens."""
     few = rng.integers(0, vocab_size, 9)
 
     def tokens(most: int) -> list[int]:
@@ -109,7 +107,6 @@ def _allowed(rng: np.random.Generator, vocab_size: int) -> tuple[int, ...] | Non
 def _bad_words(
     rng: np.random.Generator, few: np.ndarray, generated: list[int]
 ) -> tuple[tuple[int, ...], ...]:
-    """Some end where the context ends, some do not, some are one token."""
     words: list[tuple[int, ...]] = []
     for _ in range(int(rng.choice([0, 0, 1, 5]))):
         start = generated[len(generated) - int(rng.integers(0, 4)) :] if generated else []
@@ -120,7 +117,6 @@ def _bad_words(
 
 
 def step_of(rows: list[RuledRow], *, seed: int = 0) -> StepArrays:
-    """A step that only chooses: each row's tokens lie on pages of its own, in a shuffled pool."""
     rng = np.random.default_rng(seed)
     count = len(rows)
     table = rng.permutation(count * PAGES).reshape(count, PAGES).astype(np.int32)

@@ -38,15 +38,11 @@ class Options:
 
 
 class SummedOps(SplitOps):
-    """Adds the devices' products as they come."""
-
     def _spans(self, x: jax.Array, weight: Linear) -> jax.Array:
         return jax.lax.psum(x.astype("float32") @ weight.weight.T.astype("float32"), AXIS)
 
 
 class AllHeadsOps(SplitOps):
-    """Attends with all heads of a device at once."""
-
     def _attend_loaded(self, *given: Any) -> tuple[jax.Array, ...]:
         return OpTable._attend_loaded(self, *given)
 

@@ -107,7 +107,6 @@ def test_page_table_entries_beyond_one_upload_arrive(lab: Lab):
 
 
 def _decode_after(runner: XlaRunner, num_other_entries: int) -> list[int]:
-    """Tokens of a row after entries of other rows in the same step; -1 sends none at all."""
     geometry = Geometry(bucket=BASE.bucket, num_rows=BASE.num_rows, page_size=BASE.page_size)
     stream = Stream(row=0, pages=[4, 9, 2], draw=Draw(temperature=1.0, seed=4))
     inputs = build_inputs([stream.chunk(range(10, 50), samples=True)], geometry)

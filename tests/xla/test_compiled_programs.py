@@ -11,7 +11,6 @@ CHILD = Path(__file__).with_name("compiling_child.py")
 
 
 def lines_of(folder: Path, disk: str) -> list[str]:
-    """What a process says that compiles three programs."""
     env = {**os.environ, "JAX_COMPILATION_CACHE_DIR": ""}
     command = (sys.executable, "-W", "default", str(CHILD), str(folder), disk)
     ran = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env, check=True)

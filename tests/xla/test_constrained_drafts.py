@@ -38,10 +38,10 @@ PERSON = {
     "additionalProperties": False,
 }
 EXAMPLE = '{"name": "Anna", "age": 31, "colours": ["red", "green", "red"]}'
+# Every vowel begins a call, so that streams go in and out of them.
 CALLS = CallRule(
     begin="[aeiou]", grammar=grammar_of(StructuredOutput(regex="[a-z]{1,6} ?(red|blue)[.,]"))
 )
-"""Every vowel begins a call, so that streams go in and out of them."""
 
 Streams = dict[tuple[int, int], list[Any]]
 
@@ -63,8 +63,6 @@ def compiler() -> Iterator[ConstraintCompiler]:
 
 
 def requests_of(tokenizer: Tokenizer) -> list[Request]:
-    """Each kind of grammar, greedy and sampled, with rules, samples, a prediction, and free ones
-    among them."""
     person = grammar_of(StructuredOutput(json=PERSON))
     end = tokenizer.encode("x")[-1]
     cases: list[tuple[ConstraintSpec | None, dict[str, Any]]] = [
@@ -118,8 +116,6 @@ class Played:
 
 @dataclass(frozen=True, slots=True)
 class Warm:
-    """What streams are on warm runners of the bundled model."""
-
     runners: WarmRunners
 
     def play(

@@ -101,8 +101,6 @@ def test_a_share_that_the_allocator_does_not_have_is_refused_with_the_one_it_has
 
 
 class ShareBackend(StubBackend):
-    """A GPU whose allocator has what was asked for."""
-
     def __init__(self) -> None:
         self._share = 0.75
 

@@ -42,8 +42,6 @@ def make_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Warm:
-    """What streams are on warm runners."""
-
     runners: WarmRunners
 
     def play(
@@ -93,13 +91,11 @@ def play(
     speculation: SpeculativeConfig | None,
     **options: Any,
 ) -> tuple[Streams, DraftCounts, int]:
-    """`Warm.play` on runners of its own."""
     with warm(folder, speculation, **options) as runners:
         return runners.play(requests)
 
 
 def varied(vocab_size: int) -> list[Request]:
-    """Greedy and sampled, with rules, several samples, and prompts that begin alike."""
     shared = tuple(place * 7 % vocab_size for place in range(33))
     options: list[dict[str, object]] = [
         {"temperature": 0.0},
@@ -132,7 +128,6 @@ def varied(vocab_size: int) -> list[Request]:
 def test_drafts_of_a_second_model_change_no_bit(
     make_folder: Callable[[str, int], Path], shape: str, options: dict[str, object]
 ) -> None:
-    """In an ample pool, and in one that is too small for all."""
     folder, draft = make_folder(shape, 1), make_folder("tiny-mixtral", 2)
     config = SpeculativeConfig(method="draft_model", model=str(draft), num_speculative_tokens=3)
     requests = varied(331)

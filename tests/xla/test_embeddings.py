@@ -49,7 +49,6 @@ NEIGHBOURS = [
 
 
 def embeddings(lab: Lab, variant: Variant, requests: list[Request], mode: Mode) -> list[bytes]:
-    """Of the pooled ones, in their order."""
     limits = mode.limits(variant.limits)
     options = CoreOptions(loop=mode.loop, reserved_output=mode.reserved_output)
     engine = EngineCore(lab.runner(variant), limits, options)
@@ -89,8 +88,6 @@ def test_an_embedding_has_the_same_bits_alone_and_in_any_batch(lab: Lab, name: s
 
 
 class AddsTheRowsNeighbour(OpTable):
-    """A logit row has a little of the one before."""
-
     name = "leaking"
 
     def take_logit_rows(self, x: Any, step: Any) -> Any:

@@ -26,8 +26,7 @@ from tests.xla.test_ops import assert_close, make_ops, normal, rounded
 DTYPES = ("float32", "bfloat16")
 COUNT = jnp.int32(5)
 SHAPE = EncoderShape(num_heads=2, head_dim=72, scale=72**-0.5)
-NUM_ROWS = 530
-"""Of the image: more than a span."""
+NUM_ROWS = 530  # of the image: more than a span
 
 
 def block_at(start: int, num_defined: int, num_rows: int = NUM_ROWS) -> EncoderBlock:
@@ -41,7 +40,6 @@ def float64_rms(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
 def float64_attention(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, seen: np.ndarray, scale: float
 ) -> np.ndarray:
-    """q [B, H, D], k and v [N, H, D], seen [B, N]: [B, H D]."""
     scores = np.einsum("bhd,nhd->bhn", q, k) * scale
     scores = np.where(seen[:, None, :], scores, -np.inf)
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
@@ -50,7 +48,6 @@ def float64_attention(
 
 
 def hostile_heads(seed: int, dtype: str, shape: EncoderShape = SHAPE) -> EncoderHeads:
-    """A workspace of 600 rows in the reference's layout, of which `NUM_ROWS` are numbers."""
     ops = make_ops(dtype)
     heads = ops.new_encoder_heads(600, shape)
     rows = [normal(seed + at, *heads.keys.shape) for at in range(3)]
@@ -106,7 +103,6 @@ def test_kept_heads_are_normed_then_rotated_and_only_those_of_the_block_are_writ
 
 
 def turned(heads: np.ndarray, turns: np.ndarray) -> np.ndarray:
-    """Value i of [B, H, D] with value i + R / 2."""
     half = turns.shape[1] // 2
     cos, sin = turns[:, None, :half], turns[:, None, half:]
     first, second, rest = heads[..., :half], heads[..., half : 2 * half], heads[..., 2 * half :]

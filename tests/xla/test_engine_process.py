@@ -45,10 +45,9 @@ LENIENT = 60.0
 LENIENT_TIMEOUTS = RequestTimeouts(queue_s=3600.0, total_s=3600.0)
 MOST_ROUNDS = 50
 UNLIMITED = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+# A machine that stands still for a while is no hang.
 PATIENT = WatchdogTimeouts(hung_after_s=LOAD_S, backoff_s=0.0)
-"""A machine that stands still for a while is no hang."""
-STRICT = WatchdogTimeouts(backoff_s=0.0)
-"""As served, for a `HandClock`."""
+STRICT = WatchdogTimeouts(backoff_s=0.0)  # as served, for a `HandClock`
 
 
 def open_front(
@@ -73,7 +72,6 @@ def requests_of(seed: int, max_tokens: int) -> list[Request]:
 
 
 def mixed_requests() -> list[Request]:
-    """Greedy and seeded, with penalties, biases, `min_tokens`, logprobs and two samples."""
     rng = random.Random("mixed")
     return [
         Request(
@@ -108,7 +106,6 @@ class Rounds:
         self._undisturbed = self.finish()
 
     def begin(self, at: int = 0) -> None:
-        """Until so many events have come."""
         self._num_events = len(self.front.events)
         self._first_id, *_ = [self.front.engine.submit(each) for each in self.requests]
         self.front.wait(lambda: len(self.front.events) - self._num_events >= at)
@@ -208,7 +205,6 @@ def test_stopped_engines_change_no_stream(times: int):
 
 
 def memory_of(pid: int) -> int:
-    """Bytes of its data: heaps, stacks and other private memory."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("VmData:"):
             return int(line.split()[1]) * 1024
@@ -315,7 +311,6 @@ def test_a_folder_without_a_model_is_the_engines_own_error_here(tmp_path: Path):
 
 
 def check_idle(seconds: float, share: float) -> None:
-    """Both processes, after some work, take less than this share of a core."""
     front = open_front()
     for each in requests_of(1, 10)[:4]:
         front.engine.submit(each)

@@ -48,7 +48,6 @@ class Owner:
 
 
 def in_flight_with(owner: Owner, *results: Result) -> InFlight:
-    """The steps have the keys 0, 1, …."""
     in_flight = InFlight(owner)
     for key, result in enumerate(results):
         assert in_flight.add(result) == key  # pyright: ignore[reportArgumentType]
@@ -141,7 +140,6 @@ def test_nothing_is_launched_once_the_interpreter_exits() -> None:
 
 
 def launch_one(lab: Lab, result: Result) -> XlaRunner:
-    """A runner on the CPU that has launched a step whose result is `result`."""
     runner = lab.runner_with(lab.weights(BASE.shape))
     step = {BASE.bucket: lambda _weights, state, _wire: (state, result, None)}
     runner._programs = replace(runner.programs, step=step)
@@ -231,19 +229,17 @@ llm = LLM(max_num_seqs=4, max_model_len=256, max_num_batched_tokens=64)
 params = SamplingParams(max_tokens=64, ignore_eos=True)
 """
 INTERRUPTED = "Ctrl-C in the middle of a stream"
+# With steps in flight on the main thread and on another, and in a child. Each test of the command
+# in `tests/cli` is one of its exit code.
 BY_DAY = {
     (INTERRUPTED, 0),
     ("a daemon thread that steps", 0),
     ("a forked child that closes its parent's engine", 0),
 }
-"""With steps in flight on the main thread and on another, and in a child. Each test of the command
-in `tests/cli` is one of its exit code.
-"""
 
 
 @pytest.fixture(scope="module")
 def load() -> Generator[None]:
-    """A busy process beside, as the aborts want it."""
     forever = [sys.executable, "-c", "import os\nos.nice(5)\nwhile True: pass"]
     with subprocess.Popen(forever) as busy:
         yield

@@ -58,8 +58,6 @@ class CappedExperts(OpTable):
 
 
 class Rerouted(Mapping[str, AnyArray]):
-    """The same checkpoint with other routers, or with one token's embedding not finite."""
-
     def __init__(self, weights: Weights, route: str) -> None:
         self._weights, self._route = weights, route
 
@@ -94,7 +92,6 @@ Neighbours = Callable[[int], list[Chunk]]
 
 
 def play(runner: XlaRunner, row: int, neighbours: Neighbours) -> np.ndarray:
-    """A stream's results [N, C], log probabilities included: a prompt in chunks, then decodes."""
     runner.reset()
     stream = Stream(row=row, pages=[5, 2], draw=DRAW)
     results: list[np.ndarray] = []
@@ -191,7 +188,6 @@ def test_experts_with_a_capacity_change_the_bits(lab: Lab):
 
 
 def test_the_cursed_neighbour_is_not_finite(lab: Lab):
-    """The negative control of the cursed route."""
     cursed = make_runner(lab, VARIANT, "cursed")
     stream = Stream(row=1, pages=[3])
     assert not run_step(cursed, [stream.chunk([CURSED_TOKEN], samples=True)], GEOMETRY).is_finite[0]
@@ -199,12 +195,11 @@ def test_the_cursed_neighbour_is_not_finite(lab: Lab):
 
 HEAVY = {"dot", "reduce", "reduce-window", "sort", "exponential", "rsqrt"}
 PASSING_ON = {"parameter", "get-tuple-element", "tuple", "custom-call"}
+# Loops over integers: the tokens into the history, and the newest choice of each row.
 NUM_SCATTERS = 2
-"""Loops over integers: the tokens into the history, and the newest choice of each row."""
 
 
 def operations_of(runner: XlaRunner) -> list[tuple[str, str]]:
-    """What the compiled step consists of: the type and name of each operation."""
     text = runner.programs.step[VARIANT.bucket].as_text()
     return re.findall(r"= (\(.*?\)|\S+) ([a-z][a-z-]*)\(", text)
 

@@ -35,7 +35,6 @@ class CustomCallOps(OpTable):
 
 
 def export_step(runner: XlaRunner, variant: Variant) -> jax.export.Exported:
-    """The step over flat leaves (weights, then state, then wire)."""
     layout = StepLayout(variant.bucket, variant.num_rows)
     step = StepProgram(ops=runner._ops, spec=runner._spec, layout=layout).step
     structure = jax.tree.structure((runner._weights, runner._state))
@@ -59,7 +58,6 @@ def forbidden_words(program_text: str) -> set[str]:
 
 
 def first_steps(variant: Variant) -> list[np.ndarray]:
-    """The wire arrays of a prompt step and two decodes, pages in order."""
     geometry = Geometry(
         bucket=variant.bucket, num_rows=variant.num_rows, page_size=variant.page_size
     )

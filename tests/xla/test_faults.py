@@ -38,7 +38,6 @@ def workload(num_requests: int) -> list[Request]:
 def serve_through_a_fault(
     runner: FaultyRunner, requests: list[Request], mode: Mode
 ) -> tuple[Served, set[int]]:
-    """Serves the requests and, once the fault has struck, one more; also who failed."""
     engine = new_engine(runner, BASE, mode)
     served = Served([Stream() for _ in [*requests, NEXT_REQUEST]], engine)
     index_of = {engine.submit(request): index for index, request in enumerate(requests)}
@@ -118,8 +117,6 @@ def test_a_run_without_a_fault_is_told_from_one_with(lab: Lab):
 
 
 class LyingRunner(FaultyRunner):
-    """Once it has failed, every token it gives is another one."""
-
     def launch(self, inputs: ModelInputs) -> StepHandle:
         handle = FaultyRunner.launch(self, inputs)
         return LyingHandle(handle, self.vocab_size) if self.has_failed else handle

@@ -49,10 +49,11 @@ LIMITS = EngineLimits(
     num_pages=30,
     max_num_queued_reqs=4,
 )
+# Compiling the reference table for a fixture takes seconds. These have what other layers have; the
+# factors of other ropes come from the same place for the native table.
 REFERENCE_BY_DAY = {"gemma2-tied", "qwen3-moe-tied-bias"}
-"""Compiling the reference table for a fixture takes seconds. These have what other layers have; the
-factors of other ropes come from the same place for the native table."""
 
+# Compiling `ReferenceModel` takes seconds too; these have every trait that any fixture has.
 MODEL_BY_DAY = REFERENCE_BY_DAY | {
     "deepseek-v3-untied-yarn",
     "glm4-moe-lite-tied-bias",
@@ -74,11 +75,9 @@ MODEL_BY_DAY = REFERENCE_BY_DAY | {
     "gemma4-tied",
     "gemma4-moe-tied",
 }
-"""Compiling `ReferenceModel` takes seconds too; these have every trait that any fixture has."""
 
 
 def cases() -> Iterator[Any]:
-    """Each fixture over both op tables."""
     for folder in FOLDERS:
         yield pytest.param(
             (folder, NativeOps), id=f"{folder.name}-native", marks=pytest.mark.native
@@ -156,8 +155,8 @@ def runner(warm_runner: XlaRunner) -> XlaRunner:
     return warm_runner
 
 
+# transformers 5.24 does not have the type; its layers are those of `gemma4_text`.
 WITHOUT_FIXTURE = {"gemma4_unified_text"}
-"""transformers 5.24 does not have the type; its layers are those of `gemma4_text`."""
 
 
 def test_there_are_fixtures_for_every_family():
@@ -174,7 +173,6 @@ SIZES_AND_NAMES = {
 
 
 def traits_of(config: ModelConfig) -> set[tuple[str, object]]:
-    """What its arithmetic and its tensors' names depend on, without the sizes of anything."""
     traits: set[tuple[str, object]] = {
         ("rope", type(rope.scaling)) for rope in config.ropes if rope
     }
@@ -211,7 +209,6 @@ def test_the_fixtures_of_every_day_have_the_traits_of_all():
 
 
 def error_of(output: StepOutput, logits: np.ndarray) -> float:
-    """The largest error of the chosen and the twenty best log probabilities; greedy rows."""
     exact = log_softmax(logits.astype(np.float64))
     top_ids, top = output.top_ids[0], output.top_logprobs[0]
     falling = np.sort(exact)[::-1][:NUM_TOP]
@@ -225,7 +222,6 @@ def error_of(output: StepOutput, logits: np.ndarray) -> float:
 
 
 def step_errors(runner: XlaRunner, fixture: Fixture, chunk: int) -> list[float]:
-    """Errors at each chunk's end, where the step samples."""
     stream = Stream(
         row=2,
         pages=[9, 3, 4, 8, 1, 20, 21],
@@ -292,8 +288,6 @@ def test_a_native_step_leaves_nothing_heavy_to_xla(
 
 
 class SpoiltWeights(Mapping[str, AnyArray]):
-    """The same checkpoint, but one value of the last norm is off by a fiftieth of the largest."""
-
     def __init__(self, fixture: Fixture) -> None:
         self._weights = fixture.weights
         self._spoilt = declare_final_norm(fixture.config).name

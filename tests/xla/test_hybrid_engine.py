@@ -69,7 +69,6 @@ class Ran:
 
 
 def run(engine: EngineCore) -> Ran:
-    """Steps until all requests have ended."""
     ran = Ran()
     while not engine.is_idle:
         for event in engine.step():

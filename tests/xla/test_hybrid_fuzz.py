@@ -86,7 +86,6 @@ def random_recurrence(rng: np.random.Generator) -> Recurrence:
 
 
 def random_kind(rng: np.random.Generator, recurrence: Recurrence, *, is_first: bool) -> LayerKind:
-    """The first layer has attention, so that every model has pages and states."""
     has_experts = bool(rng.random() < 0.3)
     if not is_first and rng.random() < 0.6:
         return LayerKind(recurrence=recurrence, has_experts=has_experts)
@@ -142,8 +141,6 @@ def random_model(rng: np.random.Generator) -> ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests of a random model, and the streams that they have alone, in the same order."""
-
     runner: XlaRunner
     variant: Hybrid
     requests: list[Request]

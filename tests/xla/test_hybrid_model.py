@@ -7,8 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from cadenza.backends.xla.reference_model import ReferenceModel
 from cadenza.backends.xla.runner import XlaRunner
 from cadenza.batch.step_schema import StepOutput
+from cadenza.checkpoint.folder import Checkpoint
 from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.checkpoint.random_checkpoint import named_shape
 from cadenza.config import EngineConfig, SpeculativeConfig
@@ -16,6 +18,7 @@ from cadenza.errors import ConfigError, RunnerError
 from cadenza.loading.build import plan_model
 from tests.by_day import by_day
 from tests.checkpoint.config_writer import write_random_checkpoint
+from tests.checkpoint.gguf_models import HYBRIDS, convert
 from tests.contract.steps import Draw, Geometry, Stream, run_step
 from tests.xla.harness import Lab, Variant
 
@@ -48,7 +51,6 @@ def stream_of(row: int, first_page: int, slots: tuple[int, int]) -> Stream:
 def play(
     runner: XlaRunner, rows: list[tuple[Stream, list[int]]], cuts: list[int]
 ) -> list[list[tuple[int, bytes]]]:
-    """The token chosen behind each cut of each row, with the bits of its log probabilities."""
     found: list[list[tuple[int, bytes]]] = [[] for _ in rows]
     start = 0
     for stop in cuts:
@@ -127,3 +129,20 @@ def test_a_draft_model_with_recurrent_layers_is_refused(tmp_path: Path):
     config = EngineConfig(speculative_config=speculation, max_model_len=256)
     with pytest.raises(ConfigError, match="has recurrent layers, and drafts of such a model are"):
         plan_model(open_checkpoint(tmp_path / "model"), config)
+
+
+def logits_of(checkpoint: Checkpoint, token_ids: list[int]) -> np.ndarray:
+    model = ReferenceModel(checkpoint.config, checkpoint.weights, 64)
+    model.start()
+    return model.append(token_ids)
+
+
+@pytest.mark.parametrize("shape", by_day(list(HYBRIDS), {"qwen3.5"}))
+def test_a_file_has_the_logits_of_its_folder(tmp_path: Path, shape: str):
+    conversion = convert(shape, tmp_path / "folder")
+    path = conversion.write(tmp_path / "model.gguf")
+    folder, file = open_checkpoint(conversion.original), open_checkpoint(path)
+    assert file.config.kv_groups == folder.config.kv_groups
+    assert file.config.recurrent_layers == folder.config.recurrent_layers
+    ids = np.random.default_rng(0).integers(3, folder.config.vocab_size, 50).tolist()
+    np.testing.assert_allclose(logits_of(file, ids), logits_of(folder, ids), atol=1e-4)

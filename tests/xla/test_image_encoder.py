@@ -89,7 +89,6 @@ def tile(seed: int) -> Attachment:
 
 
 def step_of(*calls: ImageCall) -> ModelInputs:
-    """A step that encodes, and has no tokens."""
     return replace(ModelInputs.empty(bucket=BUCKET, num_rows=ROWS), image_calls=calls)
 
 
@@ -99,7 +98,6 @@ def slots_from(first: int) -> Rows:
 
 
 def encode(runner: XlaRunner, part: Attachment, slots: Rows, cuts: list[int] | None = None) -> Rows:
-    """The rows of a part that was encoded in steps of the quanta between `cuts`."""
     total = len(runner.image_work(part))
     stops = [*(cuts or []), total]
     for start, stop in zip([0, *stops], stops, strict=False):

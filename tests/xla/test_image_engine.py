@@ -35,7 +35,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(folder: Path) -> EngineCore:
-    """Steps are timed, and so is its encoding."""
     config = EngineConfig(
         max_itl_ms=20.0,
         max_num_seqs=3,
@@ -54,7 +53,6 @@ def engine(folder: Path) -> EngineCore:
 
 
 def request_of(engine: EngineCore, seed: int) -> Request:
-    """Text, a tile, text."""
     images = engine.limits.images
     assert images is not None
     pixels = np.random.default_rng(seed).integers(0, 256, 84 * 84 * 3, np.uint8).tobytes()
@@ -73,7 +71,6 @@ def request_of(engine: EngineCore, seed: int) -> Request:
 
 
 def run(engine: EngineCore, requests: list[Request]) -> list[list[int]]:
-    """Their tokens; they are there from the start."""
     streams: dict[int, list[int]] = {engine.submit(request): [] for request in requests}
     while not engine.is_idle:
         for event in engine.step():

@@ -23,8 +23,8 @@ from tests.checkpoint.config_writer import write_random_checkpoint
 
 pytestmark = pytest.mark.native
 
+# From the least with which an image fits beside the other rows.
 BUDGETS = {"tiny-gemma3-vl": (18, 40), "tiny-gemma4-unified-vl": (72, 90)}
-"""From the least with which an image fits beside the other rows."""
 ALL = 256
 NUM_SLOTS = 160
 
@@ -69,7 +69,6 @@ def engine_of(
 def request_of(
     vision: VisionConfig | None, layout: list[int | tuple[int, int]], seed: int
 ) -> Request:
-    """Text (numbers of tokens) and images (their sizes)."""
     assert vision is not None
     rng = np.random.default_rng(7)
     prompt: list[int] = []

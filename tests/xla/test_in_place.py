@@ -36,15 +36,12 @@ from tests.xla.harness import (
     slots_of_pool,
 )
 
-NUM_SIDES = 2
-"""Of the pool: keys and values."""
-
+NUM_SIDES = 2  # of the pool: keys and values
 GEOMETRY = Geometry(bucket=BASE.bucket, num_rows=BASE.num_rows, page_size=BASE.page_size)
 PROMPT = np.random.default_rng(41).integers(3, 211, 50).tolist()
 
 
 def pool_aliases(program_text: str) -> dict[int, int]:
-    """Output index to parameter index of the aliased buffers."""
     header = program_text[: program_text.index("\n")]
     aliases = re.search(r"input_output_alias=\{(.*?)\}, \w+=", header)
     assert aliases is not None, "the program aliases nothing"
@@ -53,7 +50,6 @@ def pool_aliases(program_text: str) -> dict[int, int]:
 
 
 def pool_sized_results(program_text: str, variant: Variant, operation: str) -> list[str]:
-    """The lines that make a whole pool anew by `operation`."""
     model = variant.config
     num_slots, num_layers = variant.num_pages * variant.page_size, model.num_layers
     shape = f"[{num_slots},{num_layers},{model.num_kv_heads},{model.head_dim}]"
@@ -99,7 +95,6 @@ def test_a_native_step_copies_nothing_of_its_state_whole_or_in_two_parts(lab: La
 
 
 def addresses_of(runner: XlaRunner) -> list[int]:
-    """Of the pool and of what else is kept for each slot and row."""
     state = runner._state
     assert state is not None
     leaves = jax.tree.leaves((state.pools, state.rows.token_history, state.rows.rule_records))
@@ -143,12 +138,11 @@ def test_the_pool_takes_the_bytes_that_the_plan_counts(
     assert allocated == num_pages * 48 * model.kv_bytes_per_token(dtype, kv_cache_dtype)
 
 
+# A page is a whole row's.
 DENSE = replace(BASE, page_size=BASE.max_model_len, num_pages=BASE.num_rows)
-"""A page is a whole row's."""
 
 
 def kv_of_page(runner: XlaRunner, page: int) -> np.ndarray:
-    """Keys and values of a page's slots, all layers together: [page_size, elements]."""
     sides = np.concatenate(slots_of_pool(runner), axis=1)
     is_bits = sides.dtype == np.uint16
     return np.split(sides.view(ml_dtypes.bfloat16) if is_bits else sides, DENSE.num_pages)[page]
@@ -238,8 +232,6 @@ def test_admitting_a_prompt_changes_no_byte_but_its_own_slots(lab: Lab):
 
 @dataclass(slots=True, eq=False)
 class Customs:
-    """A compiled program's border: what crosses it, and who asked."""
-
     program: Any
     num_uploaded_bytes: int = 0
     num_calls: int = 0

@@ -44,7 +44,6 @@ VARIANTS = {
 
 
 def checked(function: Any) -> Any:
-    """The function, which raises if an index of a gather or scatter is out of range."""
     program = jax.jit(checkify.checkify(function, errors=checkify.index_checks))
 
     def run(*arguments: Any) -> Any:
@@ -81,7 +80,6 @@ def hostile_steps(variant: Variant, *, has_states: bool) -> list[ModelInputs]:
 
 
 def with_updates(state: DeviceState, step: ModelInputs, record: Any) -> DeviceState:
-    """The state with a step's pages, and the rules of row RULED."""
     table = np.array(state.rows.page_table)
     for row, index, page in step.page_updates:
         table[row, index] = page

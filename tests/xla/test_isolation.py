@@ -76,7 +76,6 @@ class PoisoningRunner:
         return self._runner.launch(inputs)
 
     def _read_by(self, inputs: ModelInputs) -> set[int]:
-        """Slots that this step's rows may read."""
         size = self._page_size
         return {
             self._tables[row][position // size] * size + position % size
@@ -111,7 +110,6 @@ def test_poison_in_others_live_pages_changes_no_bit(lab: Lab, name: str):
 def _decode(
     runner: XlaRunner, geometry: Geometry, prompts: list[list[int]], spoil: float | None
 ) -> np.ndarray:
-    """Token ids and logprobs of row 1, which shares every step with row 0's KV."""
     streams = [Stream(row=row, pages=[3 + row * 4 + i for i in range(4)]) for row in range(2)]
     streams[1].draw = replace(streams[1].draw, num_logprobs=20)
     run_step(
@@ -141,8 +139,6 @@ def test_padding_that_is_multiplied_by_zero_is_caught(lab: Lab):
 
 
 class CursedWeights(Mapping[str, AnyArray]):
-    """A checkpoint whose embedding of one token is not finite (the head is not tied to it)."""
-
     def __init__(self, weights: Weights, value: float) -> None:
         self._weights = weights
         self._value = value
@@ -174,7 +170,6 @@ def cursed(request: pytest.FixtureRequest, lab: Lab) -> XlaRunner:
 
 
 def healthy_requests(lab: Lab, seed: int, count: int) -> list[Request]:
-    """Requests that never meet the cursed token, in their prompts or in what they generate."""
     rng = np.random.default_rng(seed)
     found: list[Request] = []
     while len(found) < count:

@@ -25,8 +25,6 @@ pytestmark = pytest.mark.native
 
 
 class ManySizes(NativeOps):
-    """Steps of as many sizes as a GPU has."""
-
     is_proved_at_load = True
 
     def token_buckets(self, max_num_batched_tokens: int) -> tuple[int, ...]:
@@ -43,8 +41,6 @@ class SplitProducts(ManySizes):
 
 
 class RowNoise(ManySizes):
-    """A draw's key is the index of its logit row, in steps of four tokens."""
-
     def next_tokens(self, x: jax.Array, head: Linear, step: Any) -> jax.Array:
         if len(step.tokens.ids) == 4:
             rows = jnp.arange(len(step.logits.keys), dtype=jnp.uint32)
@@ -53,8 +49,8 @@ class RowNoise(ManySizes):
         return super().next_tokens(x, head, step)
 
 
+# A step of the most tokens has those of two rows.
 VARIANT = Variant(bucket=24, num_rows=8, max_model_len=20, ops=ManySizes)
-"""A step of the most tokens has those of two rows."""
 
 
 def loaded(lab: Lab, make_ops: Callable[..., Any], variant: Variant = VARIANT) -> XlaRunner:

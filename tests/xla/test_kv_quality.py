@@ -48,6 +48,5 @@ def test_kv_in_int8_is_within_the_bound_of_float32_kv():
 
 
 def test_values_of_four_bits_are_beyond_the_bound():
-    """The negative control."""
     kl = mean_kl(exact_logprobs(), with_kv("auto", CoarseValues))
     assert kl > 2 * MOST_KL, f"{kl:.2e} nats"

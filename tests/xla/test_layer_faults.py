@@ -10,6 +10,7 @@ import pytest
 from cadenza.backends.xla.mutants import LAYER_FAULTS, LayerFault
 from tests.xla.harness import BASE, Lab, Mode, Variant, random_requests, serve, serve_alone, shout
 
+# Of each kind of layer, a shape that has it.
 SHAPES: Mapping[str, str] = {
     "sliding windows": "tiny-gpt-oss",
     "attention sinks": "tiny-gpt-oss",
@@ -18,7 +19,6 @@ SHAPES: Mapping[str, str] = {
     "shared KV": "tiny-gemma4",
     "per-layer embeddings": "tiny-gemma4",
 }
-"""Of each kind of layer, a shape that has it."""
 
 
 def variant_of(fault: LayerFault) -> Variant:

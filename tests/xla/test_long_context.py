@@ -19,9 +19,7 @@ from tests.xla.harness import Lab, Mode, Stream, Variant, serve, serve_alone
 
 pytestmark = pytest.mark.native
 
-LENGTHS = (600, 1100, 2100, 3, 17, 40, 9, 25)
-"""Of the prompts; there are as many rows."""
-
+LENGTHS = (600, 1100, 2100, 3, 17, 40, 9, 25)  # of the prompts; there are as many rows
 NUM_OUTPUT_TOKENS = 40
 FULL = Variant(
     ops=NativeOps,
@@ -43,6 +41,7 @@ MODES = {
     "joining, in odd chunks": Mode(caching=False, budget=101, arrival_seed=4, loop="plain"),
     "preempted": Mode(caching=False, num_pages=252, reserved_output=0.0),
 }
+# Every mode, and every variant but windows over KV in int8, which each come beside another.
 BY_DAY = {
     ("full", "at once"),
     ("full", "preempted"),
@@ -50,7 +49,6 @@ BY_DAY = {
     ("windows", "at once"),
     ("full, bfloat16, KV in int8", "joining, in odd chunks"),
 }
-"""Every mode, and every variant but windows over KV in int8, which each come beside another."""
 
 TOLERANCE = 1e-4
 
@@ -69,7 +67,6 @@ def requests_of(variant: Variant) -> list[Request]:
 
 
 def check_alone(lab: Lab, variant: Variant, requests: list[Request], streams: list[Stream]) -> None:
-    """Raises AssertionError at the first stream that is not bitwise its request's alone."""
     for request, stream in zip(requests, streams, strict=True):
         difference = stream.difference(serve_alone(lab, variant, request))
         assert difference is None, f"{len(request.prompt_token_ids)} tokens: {difference}"

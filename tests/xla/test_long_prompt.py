@@ -60,7 +60,6 @@ def logprobs_of(tokens: list[Token]) -> np.ndarray:
 
 
 def check_long_prompt(folder: Path, num_prompt_tokens: int) -> None:
-    """Raises AssertionError when the engine's tokens are not the reference's."""
     replay(f"a prompt of {num_prompt_tokens} tokens, seed 95")
     write_random_checkpoint(SMALLEST, folder, seed=0, dtype="float32")
     weights = open_weights(folder)

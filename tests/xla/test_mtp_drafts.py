@@ -32,8 +32,7 @@ pytestmark = pytest.mark.native
 MTP = SpeculativeConfig(method="mtp", num_speculative_tokens=3)
 VOCAB_SIZE = 64
 INPUT_LINEARS = ("input_proj.weight", ".fc.weight", ".eh_proj.weight")
-SHIFT = 11
-"""In the predictable model each token is followed by the one that is so much larger."""
+SHIFT = 11  # in the predictable model each token is followed by the one that is so much larger
 
 
 SHAPES = {
@@ -45,7 +44,6 @@ SHAPES = {
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of a random checkpoint of one of `SHAPES`."""
     root = tmp_path_factory.mktemp("models")
 
     def folder_of(name: str) -> Path:
@@ -63,7 +61,6 @@ def predictable(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def runners(predictable: Path) -> Iterator[tuple[Warm, Warm]]:
-    """Of the predictable model without and with drafts."""
     with warm(predictable, None) as plain, warm(predictable, MTP) as drafting:
         yield plain, drafting
 
@@ -86,7 +83,6 @@ def make_predictable(name: str, made: Path) -> Path:
 
 
 def predictable_weight(name: str, found: np.ndarray) -> np.ndarray:
-    """Of one-hot hidden states, to which attention and MLPs add nothing."""
     unit = np.eye(VOCAB_SIZE, dtype=np.float32)
     follows = np.roll(unit, SHIFT, axis=0)  # [following token, token]
     if "o_proj" in name or "down_proj" in name:
@@ -139,7 +135,6 @@ def test_drafts_of_the_mtp_layer_change_no_bit(
 
 
 def following(prompt_sizes: tuple[int, ...], **options: Any) -> list[Request]:
-    """Prompts in the order in which the predictable model goes on."""
     params = SamplingParams(**{"max_tokens": 24, "temperature": 0.0, "ignore_eos": True, **options})
     return [
         Request(
@@ -153,7 +148,6 @@ def following(prompt_sizes: tuple[int, ...], **options: Any) -> list[Request]:
 def check_right_drafts(
     plain: Warm, drafting: Warm, requests: list[Request], **options: Any
 ) -> None:
-    """Raises AssertionError if a draft did not stay, or if drafts change a stream."""
     streams, _, _ = plain.play(requests, **options)
     drafted, counts, num_preemptions = drafting.play(requests, **options)
     assert drafted == streams

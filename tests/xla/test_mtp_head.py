@@ -6,7 +6,7 @@ its drafts to `NumpyDecoder.mtp_drafts`, over both op tables. Unwritten KV is Na
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,11 @@ from cadenza.backends.xla.runner import XlaRunner
 from cadenza.backends.xla.tables import MakeOps
 from cadenza.batch.sequence import PageCopy
 from cadenza.batch.step_schema import StepOutput
+from cadenza.checkpoint.folder import Checkpoint
 from cadenza.checkpoint.mtp_head import mtp_head_of
 from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.config import EngineLimits
+from cadenza.weights.weight_format import WeightDType
 from tests.by_day import by_day
 from tests.contract.steps import Draw, Geometry, Stream, build_inputs, run_step
 from tests.oracle.numpy_decoder import NumpyDecoder
@@ -45,8 +47,7 @@ PAGES, OTHER_PAGES = [9, 3, 4, 8, 1, 20, 21], [2, 5, 6, 7, 10, 11, 12]
 DRAW = Draw(num_logprobs=NUM_TOP)
 TOLERANCE = 1e-4
 
-Pair = tuple[XlaRunner, XlaRunner]
-"""A target and its head."""
+Pair = tuple[XlaRunner, XlaRunner]  # a target and its head
 
 with np.load(FOLDER / "expected.npz", allow_pickle=False) as _expected:
     TOKEN_IDS: list[int] = _expected["token_ids"].tolist()
@@ -58,18 +59,18 @@ def numpy_decoder() -> NumpyDecoder:
     return NumpyDecoder.open(FOLDER)
 
 
-WarmPair = Callable[[MakeOps, str], Pair]
+WarmPair = Callable[[MakeOps, WeightDType], Pair]
 
 
 @pytest.fixture(scope="module")
 def warm_pair() -> Iterator[WarmPair]:
-    """Gives the pair of an op table and a type, of which each is made once."""
-    made: dict[tuple[MakeOps, str], Pair] = {}
+    made: dict[tuple[MakeOps, WeightDType], Pair] = {}
 
-    def pair_of(make_ops: MakeOps, dtype: str) -> Pair:
+    def pair_of(make_ops: MakeOps, dtype: WeightDType) -> Pair:
         key = (make_ops, dtype)
         if key not in made:
-            made[key] = make_pair(make_ops, dtype)
+            also: set[Capability] = {"page_copies"} if make_ops is NativeOps else set()
+            made[key] = make_pair(open_checkpoint(FOLDER), make_ops, dtype, also)
         for runner in made[key]:
             runner.reset()
         return made[key]
@@ -80,15 +81,15 @@ def warm_pair() -> Iterator[WarmPair]:
         target.close()
 
 
-def make_pair(make_ops: MakeOps, dtype: str) -> Pair:
-    """A warm runner that keeps hidden states, and one of the head that reads them."""
-    checkpoint = open_checkpoint(FOLDER)
+def make_pair(
+    checkpoint: Checkpoint,
+    make_ops: MakeOps,
+    dtype: WeightDType = "float32",
+    also: Collection[Capability] = (),
+) -> Pair:
     head = mtp_head_of(checkpoint)
     setup = RunnerSetup(limits=LIMITS, dtype=dtype, fill=NAN)
-    asked: set[Capability] = {"hidden_states"}
-    if make_ops is NativeOps:
-        asked.add("page_copies")
-    own = replace(setup, capabilities=frozenset(asked))
+    own = replace(setup, capabilities=frozenset({"hidden_states", *also}))
     target = XlaRunner(checkpoint.config, checkpoint.weights, own, make_ops)
     drafter = XlaRunner(head.config, head.weights, replace(setup, hidden_of=target), make_ops)
     target.warmup()
@@ -108,12 +109,12 @@ def pair(warm_pair: WarmPair, request: Any) -> Pair:
 
 
 @pytest.fixture(params=by_day(["float32", "bfloat16"], {"float32"}))
-def dtype(request: Any) -> str:
+def dtype(request: Any) -> WeightDType:
     return request.param
 
 
 @pytest.fixture
-def native_pair(warm_pair: WarmPair, dtype: str) -> Pair:
+def native_pair(warm_pair: WarmPair, dtype: WeightDType) -> Pair:
     return warm_pair(NativeOps, dtype)
 
 
@@ -124,22 +125,24 @@ def compute_target(target: XlaRunner, token_ids: list[int], chunk: int, pages: l
 
 
 def head_stream(row: int, pages: list[int]) -> Stream:
-    """A stream of the head, whose first token is the second one of the target's."""
     return Stream(row=row, pages=pages, draw=DRAW, num_computed=1)
 
 
 def error_of(output: StepOutput, logits: np.ndarray) -> float:
-    """Of the best log probabilities, as a share of the range of the logits."""
     exact = log_softmax(logits.astype(np.float64))
     errors = np.abs(output.top_logprobs[0] - exact[output.top_ids[0]])
     return float(errors.max() / np.ptp(logits))
 
 
-def head_errors(head: XlaRunner, chunk: int, logits: np.ndarray = MTP_LOGITS) -> list[float]:
-    """Errors at the end of each chunk, where the step samples."""
+def head_errors(
+    head: XlaRunner,
+    chunk: int,
+    logits: np.ndarray = MTP_LOGITS,
+    token_ids: Sequence[int] = TOKEN_IDS,
+) -> list[float]:
     stream, errors = head_stream(2, PAGES), list[float]()
-    for start in range(1, len(TOKEN_IDS), chunk):
-        tokens = TOKEN_IDS[start : start + chunk]
+    for start in range(1, len(token_ids), chunk):
+        tokens = token_ids[start : start + chunk]
         output = run_step(head, [stream.chunk(tokens, samples=True)], GEOMETRY)
         errors.append(error_of(output, logits[start + len(tokens) - 2]))
     return errors
@@ -257,7 +260,6 @@ def test_a_head_in_bfloat16_is_close_to_the_definition(warm_pair: WarmPair):
 
 
 def stored_states(runner: XlaRunner, operations: str) -> list[str]:
-    """The lines of step programs that make all stored hidden states anew by such an operation."""
     num_slots, width = LIMITS.num_pages * LIMITS.page_size, runner.hidden_size
     pattern = re.compile(rf"= \w+\[{num_slots},{width}\]\S* ({operations})\(")
     texts = [program.as_text() for program in runner.programs.step.values()]

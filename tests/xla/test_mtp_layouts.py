@@ -16,13 +16,10 @@ import jax
 import numpy as np
 import pytest
 
-from cadenza.backends.base import RunnerSetup
 from cadenza.backends.xla.ops.native import NativeOps
 from cadenza.backends.xla.ops.reference import OpTable
 from cadenza.backends.xla.runner import XlaRunner
-from cadenza.backends.xla.tables import MakeOps
 from cadenza.checkpoint.folder import Checkpoint
-from cadenza.checkpoint.mtp_head import mtp_head_of
 from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.checkpoint.random_checkpoint import named_shape
 from cadenza.models.model_config import ModelConfig
@@ -30,19 +27,20 @@ from cadenza.models.mtp_layout import DEEPSEEK_MTP, QWEN_MTP, MTPLayout
 from cadenza.models.rope_config import RopeConfig
 from cadenza.weights.weights import open_weights
 from tests.checkpoint.config_writer import write_random_checkpoint
-from tests.contract.steps import Geometry, run_step
-from tests.oracle.numpy_mtp import (
-    QWEN_NAMES,
-    HeadNames,
-    NumpyMTP,
-    deepseek_names,
-    numpy_mtp,
+from tests.contract.steps import run_step
+from tests.oracle.numpy_mtp import QWEN_NAMES, HeadNames, NumpyMTP, deepseek_names, numpy_mtp
+from tests.xla.harness import slots_of
+from tests.xla.test_mtp_head import (
+    GEOMETRY,
+    LIMITS,
+    PAGES,
+    TOLERANCE,
+    compute_target,
+    head_errors,
+    head_stream,
+    make_pair,
 )
-from tests.xla.harness import NAN, slots_of
-from tests.xla.test_mtp_head import LIMITS, PAGES, compute_target, error_of, head_stream
 
-GEOMETRY = Geometry(bucket=32, num_rows=4, page_size=16)
-TOLERANCE = 1e-4
 VOCAB_SIZE = 211
 NUM_TOKENS = 70
 TOKEN_IDS: list[int] = np.random.default_rng(5).integers(0, VOCAB_SIZE, NUM_TOKENS).tolist()
@@ -50,8 +48,6 @@ TOKEN_IDS: list[int] = np.random.default_rng(5).integers(0, VOCAB_SIZE, NUM_TOKE
 
 @dataclass(frozen=True)
 class Case:
-    """A model with an MTP layer, and what numpy knows of its config."""
-
     shape: str
     layout: MTPLayout
     names: HeadNames
@@ -85,8 +81,6 @@ CASES = {
 
 @dataclass(frozen=True)
 class Opened:
-    """The warm runners of a case, and the definition."""
-
     target: XlaRunner
     head: XlaRunner
     definition: NumpyMTP
@@ -120,24 +114,8 @@ def definition_of(case: Case, checkpoint: Checkpoint) -> NumpyMTP:
     return numpy_mtp(known, {name: weights[name] for name in weights}, case.names)
 
 
-def make_pair(checkpoint: Checkpoint, make_ops: MakeOps) -> tuple[XlaRunner, XlaRunner]:
-    """A warm runner that keeps hidden states, and one of the head that reads them."""
-    head = mtp_head_of(checkpoint)
-    setup = RunnerSetup(limits=LIMITS, dtype="float32", fill=NAN)
-    target = XlaRunner(
-        checkpoint.config,
-        checkpoint.weights,
-        replace(setup, capabilities=frozenset({"hidden_states"})),
-        make_ops,
-    )
-    drafter = XlaRunner(head.config, head.weights, replace(setup, hidden_of=target), make_ops)
-    target.warmup()
-    drafter.warmup()
-    return target, drafter
-
-
+# Both layouts, with and without experts; `test_mtp_head.py` has biases.
 BY_DAY = {"qwen-next", "deepseek"}
-"""Both layouts, with and without experts; `test_mtp_head.py` has biases."""
 
 
 def params() -> Iterator[Any]:
@@ -167,7 +145,6 @@ def opened(warm: Opened) -> Opened:
 
 
 def write_states(target: XlaRunner, hidden: np.ndarray) -> None:
-    """Writes float32 hidden states [T, E] to the slots of the first tokens."""
     assert target._state is not None
     kept = np.array(target.kept_hidden)
     kept[slots_of(PAGES, len(hidden), LIMITS.page_size)] = hidden
@@ -176,18 +153,11 @@ def write_states(target: XlaRunner, hidden: np.ndarray) -> None:
 
 
 def kept_states(target: XlaRunner) -> np.ndarray:
-    """The hidden states [NUM_TOKENS, E] in the slots of the first tokens."""
     return np.asarray(target.kept_hidden)[slots_of(PAGES, NUM_TOKENS, LIMITS.page_size)]
 
 
-def head_errors(head: XlaRunner, logits: np.ndarray, chunk: int = 11) -> list[float]:
-    """Errors at the end of each chunk, where the step samples."""
-    stream, errors = head_stream(2, PAGES), list[float]()
-    for start in range(1, NUM_TOKENS, chunk):
-        tokens = TOKEN_IDS[start : start + chunk]
-        output = run_step(head, [stream.chunk(tokens, samples=True)], GEOMETRY)
-        errors.append(error_of(output, logits[start + len(tokens) - 2]))
-    return errors
+def errors_of(head: XlaRunner, logits: np.ndarray, chunk: int = 11) -> list[float]:
+    return head_errors(head, chunk, logits, TOKEN_IDS)
 
 
 def random_states(opened: Opened) -> np.ndarray:
@@ -199,9 +169,9 @@ def test_the_layer_alone_gives_the_logits_of_its_definition(opened: Opened):
     hidden = random_states(opened)
     write_states(opened.target, hidden)
     logits = opened.definition.logits_of(hidden.astype(np.float64), TOKEN_IDS)
-    assert max(head_errors(opened.head, logits)) <= TOLERANCE
+    assert max(errors_of(opened.head, logits)) <= TOLERANCE
     opened.head.reset()
-    assert max(head_errors(opened.head, logits, chunk=1)) <= TOLERANCE
+    assert max(errors_of(opened.head, logits, chunk=1)) <= TOLERANCE
 
 
 def test_a_fault_of_the_definition_would_be_noticed(opened: Opened):
@@ -209,7 +179,7 @@ def test_a_fault_of_the_definition_would_be_noticed(opened: Opened):
     write_states(opened.target, hidden)
     for fault in ("order", *(["keeps_first"] if opened.definition.names.zeroes_first else [])):
         logits = opened.with_fault(fault).logits_of(hidden.astype(np.float64), TOKEN_IDS)
-        assert max(head_errors(opened.head, logits, chunk=1)) > 100 * TOLERANCE
+        assert max(errors_of(opened.head, logits, chunk=1)) > 100 * TOLERANCE
         opened.head.reset()
 
 
@@ -222,7 +192,7 @@ def test_hidden_states_are_taken_where_the_definition_takes_them(opened: Opened)
     )
     assert np.abs(kept - right).max() <= TOLERANCE * np.abs(right).max()
     assert np.abs(kept - wrong).max() > 100 * TOLERANCE * np.abs(wrong).max()
-    assert max(head_errors(opened.head, opened.definition.mtp_logits(TOKEN_IDS))) <= TOLERANCE
+    assert max(errors_of(opened.head, opened.definition.mtp_logits(TOKEN_IDS))) <= TOLERANCE
 
 
 def test_drafts_behind_the_first_follow_from_the_layers_own_output(opened: Opened):

@@ -66,8 +66,8 @@ ROUNDING = 2.0**-7
 LOGPROB_TOLERANCE = 1e-5
 
 BUCKETS = (64, 200)
+# Buckets and true numbers of rows.
 SIZES = ((64, 1), (64, 2), (64, 7), (64, 64), (200, 1), (200, 65), (200, 200))
-"""Buckets and true numbers of rows."""
 
 PARTS = (64, 33, 20)
 NUM_OUT = sum(PARTS)
@@ -103,8 +103,6 @@ SHAPES: dict[str, ModelConfig] = {"hostile": HOSTILE, "wide": WIDE, "scaled": SC
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """Both tables over one spec."""
-
     spec: DecoderSpec
     native: OpTable
     reference: OpTable
@@ -121,7 +119,6 @@ class Pair:
         return normal(seed, *shape).astype(self.spec.dtype)
 
     def check(self, ours: Any, expected: Any, count: int) -> None:
-        """The first `count` rows agree, and the results have the same type and width."""
         assert (ours.dtype, ours.shape[1:]) == (expected.dtype, expected.shape[1:])
         rounds = ours.dtype == jnp.bfloat16
         rows, expected_rows = np.asarray(ours)[:count], np.asarray(expected)[:count]
@@ -165,7 +162,6 @@ def normal(seed: int, *shape: int) -> np.ndarray:
 def assert_close(
     ours: Any, expected: Any, *, rounding: float, tolerance: float = FLOAT32_TOLERANCE
 ) -> None:
-    """Within `tolerance` of the row's largest value plus `rounding` of each value."""
     wide_ours, wide = np.asarray(ours, np.float64), np.asarray(expected, np.float64)
     largest = np.abs(wide).max(axis=-1, keepdims=True)
     error = (np.abs(wide_ours - wide) - rounding * np.abs(wide)) / largest
@@ -183,7 +179,6 @@ def device_step(inputs: ModelInputs, page_table: np.ndarray) -> StepArrays:
 
 
 def token_step(count: int, token_ids: np.ndarray, logit_indices: np.ndarray) -> StepArrays:
-    """A step of `count` tokens of which only ids and logit rows matter."""
     inputs = ModelInputs.empty(bucket=len(token_ids), num_rows=len(logit_indices))
     inputs.groups.counts.num_tokens[0] = count
     inputs.groups.counts.num_logits[0] = len(logit_indices)
@@ -206,7 +201,6 @@ def test_embed_takes_the_same_rows_to_the_last_bit(pair: Pair, bucket: int):
 
 
 def test_rms_norm_agrees(pair: Pair):
-    """Tiny rows, where epsilon counts, beside huge ones."""
     scales = np.resize(np.float32([1.0, 1e-4, 1e4, 1e-20]), BUCKETS[-1])
     x = normal(3, BUCKETS[-1], pair.model.hidden_size) * scales[:, None]
     weight = normal(4, pair.model.hidden_size)
@@ -217,7 +211,6 @@ def test_rms_norm_agrees(pair: Pair):
 
 
 def test_the_same_logit_rows_are_taken(pair: Pair):
-    """Scattered rows, one of them twice."""
     rows = np.array([59, 0, 7, 7, 31])
     step = token_step(60, np.zeros(64), rows)
     for x in (normal(5, 64, pair.model.hidden_size), pair.activations(6, 64, 48)):
@@ -296,8 +289,6 @@ Mix = Callable[[np.ndarray, np.ndarray, int], list[np.ndarray]]
 
 
 def mixture(ops: OpTable, width: int, *, has_bias: bool = False) -> Mix:
-    """The three operations of a mixture over the same weights: ids, inner, out."""
-
     def biases(seed: int, *sizes: int) -> list[list[np.ndarray]]:
         own = ([normal(seed + i + 50 * j, n) for j, n in enumerate(sizes)] for i in range(11))
         return list(own) if has_bias else []
@@ -346,8 +337,8 @@ def test_weights_of_every_stored_type_are_read_alike(pair: Pair, stored_dtype: s
     pair.check(ours, expected, 64)
 
 
+# New tokens of four rows, step by step; the first row's context crosses a span of 512.
 ATTEND_STEPS = ((530, 1, 17, 0), (1, 1, 5, 6), (0, 40, 1, 16), (20, 1, 9, 1), (1, 1, 1, 1))
-"""New tokens of four rows, step by step; the first row's context crosses a span of 512."""
 
 
 def attend_inputs(page_size: int, buckets: tuple[int, int]) -> tuple[list[ModelInputs], np.ndarray]:
@@ -371,7 +362,6 @@ def attend_inputs(page_size: int, buckets: tuple[int, int]) -> tuple[list[ModelI
 def attend(
     pair: Pair, ops: OpTable, buckets: tuple[int, int] = (64, 560), *, has_norms: bool = True
 ) -> list[np.ndarray]:
-    """Each step's output [num_tokens, Hq D], over a pool whose every slot starts as NaN."""
     model, page_size = pair.model, pair.spec.page_size
     steps, pages = attend_inputs(page_size, buckets)
     kind, heads = model.layer_pattern[0], model.heads
@@ -480,7 +470,6 @@ def test_attention_without_its_norms_is_off_by_more_than_the_tolerance():
 
 
 def sampling_step(sampling: LogitInputs[Any], count: int) -> StepArrays:
-    """A step of which only the logit rows matter."""
     nothing = dict.fromkeys(StepArrays._fields, np.int32(0))
     changes = {"num_logits": np.int32(count), "logits": sampling, "rules": None}
     return StepArrays(**{**nothing, **changes})
@@ -488,7 +477,6 @@ def sampling_step(sampling: LogitInputs[Any], count: int) -> StepArrays:
 
 @functools.cache
 def chooser(vocab_size: int, dtype: str) -> Callable[[np.ndarray, StepArrays], np.ndarray]:
-    """The native choices from the products with an identity."""
     ops = make_pair(replace(HOSTILE, vocab_size=vocab_size), dtype).native
     identity = ops.load_linear([np.eye(vocab_size, dtype=np.float32)], [])
     call = jax.jit(ops.next_tokens)
@@ -496,7 +484,6 @@ def chooser(vocab_size: int, dtype: str) -> Callable[[np.ndarray, StepArrays], n
 
 
 def native_choices(logits: np.ndarray, sampling: LogitInputs[Any], dtype: str) -> np.ndarray:
-    """The native result [L, C] on exactly these logits, which must be representable."""
     choose = chooser(logits.shape[1], dtype)
     return choose(logits.astype(jnp.dtype(dtype)), sampling_step(sampling, len(logits)))
 
@@ -507,7 +494,6 @@ def representable(logits: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def is_a_near_tie(logits: np.ndarray, params: SamplingParams, position: int) -> bool:
-    """Whether the two best noisy scores are within rounding of each other."""
     scaled = scaled_by(logits, params)
     noisy = scaled + gumbel_noise(params.seed or 0, position, len(logits))
     best = np.sort(np.where(kept_tokens(scaled, params), noisy, -np.inf))[-2:]
@@ -541,7 +527,6 @@ def test_choices_are_the_samplers_and_the_references(vocab_size: int, dtype: str
 def check_details(
     ours: np.ndarray, theirs: np.ndarray, logits: np.ndarray, params: list[SamplingParams]
 ) -> None:
-    """Log probabilities, ranks and top ids where a row asks for them, zeros where it does not."""
     asks = np.array([each.logprobs is not None for each in params])
     assert (ours[:, COLUMN_STATE] == 1).all()
     assert (ours[~asks, COLUMN_LOGPROB:] == 0).all()

@@ -46,7 +46,6 @@ def serve_in_clean_pool(lab: Lab, variant: Variant, request: Request) -> Stream:
 
 
 def find_divergence(lab: Lab, variant: Variant) -> str | None:
-    """The gate: the first request that is not together what it is alone."""
     requests = workload()
     together = serve(lab.runner(variant), variant, requests, MODE).streams
     for index, request in enumerate(requests):

@@ -23,7 +23,6 @@ BATCH = 50
 
 @contextmanager
 def compile_count() -> Iterator[list[str]]:
-    """The compile events while it is open."""
     seen: list[str] = []
     is_open = True
 
@@ -39,7 +38,6 @@ def compile_count() -> Iterator[list[str]]:
 
 
 def serve_random_shapes(lab: Lab, num_requests: int) -> int:
-    """Serves requests of random shapes in random modes; how many programs were compiled."""
     runner = lab.runner()
     with compile_count() as seen:
         for seed in range(num_requests // BATCH):

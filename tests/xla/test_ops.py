@@ -47,8 +47,7 @@ from tests.xla.harness import HOSTILE, NAN, slots_of
 
 GEOMETRY = Geometry(bucket=24, num_rows=4, page_size=16)
 NUM_PAGES = 30
-LAYER = 1
-"""Of the pool's three."""
+LAYER = 1  # of the pool's three
 TOLERANCE = {"float32": 2e-6, "bfloat16": 1.2e-2}
 COUNT = jnp.int32(24)
 
@@ -63,13 +62,11 @@ def normal(seed: int, *shape: int) -> np.ndarray:
 
 
 def assert_close(actual: jax.Array, expected: np.ndarray, dtype: str) -> None:
-    """Within the type's precision of the largest value."""
     error = np.abs(np.asarray(actual, np.float64) - expected).max()
     assert error <= TOLERANCE[dtype] * np.abs(expected).max() * 4, f"off by {error}"
 
 
 def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
-    """What the type keeps of the values, in float64."""
     return np.asarray(jnp.asarray(values, dtype)).astype(np.float64)
 
 
@@ -208,8 +205,6 @@ def streams_and_chunks() -> tuple[list[Stream], list[Chunk]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
-    """One way of attending: a model's, a layer's."""
-
     norms: tuple[np.ndarray, np.ndarray] | None = None
     window: int | None = None
     soft_cap: float | None = None

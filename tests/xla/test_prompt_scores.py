@@ -42,8 +42,6 @@ VARIANTS = {
 
 @dataclass(slots=True)
 class Scored:
-    """A prompt's scores [n], and the tokens that were generated to score it."""
-
     scores: npt.NDArray[np.float32]
     token_ids: list[int]
 
@@ -96,8 +94,6 @@ def score(
 
 @dataclass(frozen=True, kw_only=True)
 class ScoringDecoder(NumpyMTP):
-    """Keeps the queries and the keys [Hq, T, D] of layers without a window."""
-
     seen: list[tuple[Float64Array, Float64Array]] = field(default_factory=list)
 
     def _attention(self, prefix: str, x: Float64Array, window: int | None) -> Float64Array:
@@ -170,7 +166,6 @@ def test_a_prompt_behind_another_in_its_row_has_scores_of_its_own(lab: Lab):
 
 
 def spoil_keys_of_first_head(runner: XlaRunner, page: int) -> None:
-    """Makes keys of a page NaN; other heads have theirs."""
     state = runner._state
     assert state is not None
     (pool,) = state.pools.kv

@@ -66,7 +66,6 @@ def both(spec: DecoderSpec) -> tuple[OpTable, OpTable]:
 
 
 def assert_close(ours: Any, expected: Any, spec: DecoderSpec) -> None:
-    """Within float32 rounding of the row's largest value, and rounding to the activations' type."""
     wide, theirs = np.asarray(ours, np.float64), np.asarray(expected, np.float64)
     largest = np.abs(theirs).max(axis=-1, keepdims=True)
     rounding = 2.0**-7 if jnp.dtype(spec.dtype) == jnp.bfloat16 else 0.0

@@ -26,8 +26,7 @@ from tests.checkpoint.config_writer import write_random_checkpoint
 from tests.xla.test_image_encoder import Rows, all_rows
 
 UNIT = 8
-GRIDS = [(5, 9), (9, 4), (1, 1), (2, 13)]
-"""Rows and columns of tokens."""
+GRIDS = [(5, 9), (9, 4), (1, 1), (2, 13)]  # rows and columns of tokens
 
 
 @pytest.fixture(scope="module", params=["tiny-qwen3-vl", "tiny-qwen2.5-vl"])
@@ -77,7 +76,6 @@ def image(rows: int, columns: int, seed: int = 0) -> Attachment:
 
 
 def encode(runner: XlaRunner, part: Attachment, *, size: int = 1000) -> Rows:
-    """The rows of an image that was encoded by so many quanta a step."""
     slots = np.arange(3, 3 + part.length, dtype=np.int32)[::-1].copy()
     total = len(runner.image_work(part))
     bucket = runner.token_buckets[0]

@@ -51,8 +51,6 @@ def random(seed: int, *shape: int, scale: float = 1.0) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A recurrence: the name of its operation, its weights, and what it is given for a seed."""
-
     operation: str
     shape: Recurrence
     weights: Any
@@ -155,8 +153,6 @@ def step_of(parts: tuple[Part, ...]) -> tuple[StepArrays, StepStates]:
 
 
 class Table:
-    """An op table and its pool."""
-
     def __init__(self, table: OpTable, case: Case) -> None:
         def run(pool: StatePool, given: Any, step: tuple[StepArrays, StepStates]) -> Any:
             def decode(ops: OpTable) -> Any:

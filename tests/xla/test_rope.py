@@ -42,7 +42,6 @@ SCALED = RopeConfig(
 
 
 def direct(rope: RopeConfig, position: int) -> np.ndarray:
-    """Of one position, from its own angles."""
     angles = position * rope.theta ** (-np.arange(0, rope.rotary_dim, 2) / rope.rotary_dim)
     return np.concatenate([np.cos(angles), np.sin(angles)])
 
@@ -109,19 +108,16 @@ FAULTS: dict[str, tuple[RopeScaling, RopeScaling]] = {
     "llama3 with a wrong high_freq_factor": (LLAMA3, replace(LLAMA3, high_freq_factor=6.0)),
     "yarn with a wrong beta_slow": (YARN, replace(YARN, beta_slow=0.9)),
 }
-NUM_POSITIONS = 677
-"""Beyond one block of shared turns, and within `LONGROPE`'s original length."""
+NUM_POSITIONS = 677  # beyond one block of shared turns, and within `LONGROPE`'s original length
 
 
 def distance(rope: RopeConfig, other: RopeConfig) -> float:
-    """The largest difference of the engine's factors of `rope` and the witness's of `other`."""
     ours, theirs = rope_factors(rope, NUM_POSITIONS), reference_rope(other, NUM_POSITIONS)
     assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
     return float(np.abs(ours.astype(np.float64) - theirs).max())
 
 
-TOLERANCE = 1.2e-7
-"""One unit in the last place of float32 below 2."""
+TOLERANCE = 1.2e-7  # one unit in the last place of float32 below 2
 
 
 @pytest.mark.parametrize("theta", [500.0, 1e6])

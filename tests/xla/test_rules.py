@@ -45,7 +45,6 @@ apply_on_device = jax.jit(apply_rules, static_argnums=2)
 
 @cache  # for a table and a vocabulary is compiled once
 def chooser(name: str, vocab_size: int, placeholder: int | None = None) -> Choose:
-    """The op's result [L, C] on exactly the rows' logits, with a token for images or without."""
     model = replace(HOSTILE, vocab_size=vocab_size)
     if placeholder is not None:
         assert SEEING is not None
@@ -111,7 +110,6 @@ def test_thousands_of_ruled_rows_choose_what_the_reference_chooses(name: str, vo
 
 
 def is_a_toss_up(ruled: np.ndarray, params: SamplingParams, ours: int, theirs: int) -> bool:
-    """Whether rounding alone decides between two tokens."""
     if params.is_greedy:
         return bool(abs(ruled[ours] - ruled[theirs]) <= 1e-5)
     return is_on_the_edge(ruled / np.float32(params.temperature), params)
@@ -172,7 +170,6 @@ def test_a_placeholder_is_no_candidate_of_any_row(name: str, placeholder: int):
 
 
 def likely(row: RuledRow, token_id: int, place: int) -> RuledRow:
-    """With the largest logit, or the smallest, for a token, which the request wants, too."""
     logits = row.logits.copy()
     logits[token_id] = -60.0 if place % 8 == 7 else 30.0
     row = replace(row, logits=logits)
@@ -180,7 +177,6 @@ def likely(row: RuledRow, token_id: int, place: int) -> RuledRow:
 
 
 def bare(row: RuledRow) -> RuledRow:
-    """Without rules, but with its filters."""
     params = row.request.params
     own = {name: getattr(params, name) for name in ("temperature", "seed", *FILTERS, "logprobs")}
     return replace(row, request=Request(prompt_token_ids=(1,), params=SamplingParams(**own)))

@@ -37,13 +37,11 @@ from tests.xla.test_image_spans import Stream, request_of, run
 
 COST = StepCost(fixed_ms=1.0, token_ms=1.0, logit_ms=0.0, key_ms=1e-6)
 NUM_SLOTS = 160
+# Tokens on a side of an image: together more than windows of the models, and than is granted.
 SIDE = 7
-"""Tokens on a side of an image: together more than windows of the models, and than is granted."""
 
 
 class CutRunner(XlaRunner):
-    """Computes passes in blocks of so many rows."""
-
     block_rows = 32
 
     @property
@@ -53,7 +51,6 @@ class CutRunner(XlaRunner):
 
 
 def gemma3(model: ModelConfig) -> ModelConfig:
-    """With a token for each patch."""
     vision = model.vision
     assert vision is not None
     tower, processor = vision.tower, vision.processor
@@ -88,8 +85,6 @@ def gemma4(model: ModelConfig) -> ModelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A model on an op table."""
-
     shape: str
     make_ops: MakeOps = NativeOps
     dtype: WeightDType = "float32"
@@ -101,7 +96,6 @@ class Case:
         return f"{self.shape} {ops} {self.dtype} {self.kv_cache_dtype}"
 
     def open(self, folder: Path) -> tuple[ModelConfig, Weights]:
-        """The model with random weights."""
         model = named_shape(self.shape)
         is_gemma3 = self.shape == "tiny-gemma3-vl"
         model = gemma3(model) if is_gemma3 else model
@@ -133,8 +127,6 @@ LAYOUTS: list[list[int | tuple[int, int]]] = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Made:
-    """A warm runner, its limits, and the streams of requests alone, with whole spans."""
-
     limits: EngineLimits
     has_passes: bool
     runner: CutRunner
@@ -142,7 +134,6 @@ class Made:
     solo: list[Stream]
 
     def engine(self, bound: StepBound | None = None) -> EngineCore:
-        """Another engine on the runner, which has lost all."""
         self.runner.reset()
         ticks = count()
         options = CoreOptions(step_bound=bound, clock=lambda: next(ticks) / 1000)

@@ -26,8 +26,6 @@ VARIANTS = [BASE, replace(REFERENCE, shape="two layers of hostile")]
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A model with layers that have a window, and others, and one that scores its prompts."""
-
     variant: Variant
     runner: XlaRunner
     scorer: PromptScorerModel

@@ -17,9 +17,7 @@ from tests.contract.steps import Draw, Geometry, Stream, build_inputs
 from tests.xla.harness import BASE, REFERENCE, Lab, Variant, slots_of, slots_of_pool
 
 WINDOW = 24
-KEPT = KeptTokens(num_prompt_tokens=300, chunks=(0, 1, 4, 9))
-"""108 tokens, the last chunk of 12."""
-
+KEPT = KeptTokens(num_prompt_tokens=300, chunks=(0, 1, 4, 9))  # 108 tokens, the last chunk of 12
 WHOLE = np.random.default_rng(3).integers(3, 211, KEPT.num_prompt_tokens).tolist()
 PROMPT = list(KEPT.of_prompt(WHOLE))
 PAGES = list(range(8, 0, -1))
@@ -28,7 +26,6 @@ DRAW = Draw(num_logprobs=20)
 
 
 def runner_of(lab: Lab, variant: Variant, *, is_sparse: bool = True) -> XlaRunner:
-    """Layers with a window and without, by turns."""
     model = replace(variant.config, layer_pattern=(LayerKind(window=WINDOW), LayerKind()))
     setup = replace(variant.setup, capabilities=frozenset({"sparse_prompts"} if is_sparse else ()))
     runner = XlaRunner(model, lab.weights(variant.shape), setup, variant.ops)
@@ -44,7 +41,6 @@ def play(
     row: int = 0,
     company: bool = False,
 ) -> list[npt.NDArray[np.int32]]:
-    """The results of the prompt's last token and of two decodes; `kept` are the indices."""
     runner.reset()
     stream = Stream(row=row, pages=PAGES, draw=DRAW)
     other = Stream(row=7 - row, pages=list(range(20, 36)))

@@ -19,16 +19,16 @@ from tests.xla.harness import HOSTILE
 GROUPED = replace(
     HOSTILE, num_layers=2, num_heads=8, num_kv_heads=4, intermediate_size=64, vocab_size=216
 )
+# Of eight devices each has one head, and all linears a tile or two.
 SINGLE = replace(GROUPED, num_kv_heads=8)
-"""Of eight devices each has one head, and all linears a tile or two."""
+# With windows, soft caps and norms behind; its vocabulary is whole on each device.
 CAPPED = replace(
     named_shape("tiny-gemma2"), num_layers=2, num_heads=8, num_kv_heads=8, intermediate_size=88
 )
-"""With windows, soft caps and norms behind; its vocabulary is whole on each device."""
+# With norms of queries and keys.
 NORMED = replace(
     named_shape("tiny-qwen3"), num_layers=2, num_heads=16, num_kv_heads=8, intermediate_size=88
 )
-"""With norms of queries and keys."""
 MODELS = {"grouped": GROUPED, "single": SINGLE, "capped": CAPPED, "normed": NORMED}
 FLAGS = "--xla_force_host_platform_device_count=8"
 BY_DAY = "single auto 1 8"
@@ -44,7 +44,6 @@ CASES = [
 def by_number_of_devices(
     folder: Path, model: ModelConfig, *counts: str, **options: object
 ) -> dict[str, Any]:
-    """What the child gives, whose process has eight devices of a CPU."""
     write_random_checkpoint(model, folder, seed=0, dtype="float32")
     made = subprocess.run(
         [sys.executable, "-m", "tests.xla.split_child", str(folder), json.dumps(options), *counts],

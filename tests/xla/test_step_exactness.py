@@ -29,8 +29,6 @@ PAGES_OF_64 = replace(BASE, page_size=64, num_pages=30)
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Bytes of a stream's results: tokens and flags, log probabilities, and its slots' KV."""
-
     tokens: bytes
     details: bytes
     kv: bytes
@@ -38,8 +36,6 @@ class Trace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """Where and how a stream is computed."""
-
     row: int = 0
     pages: tuple[int, ...] | None = None
     cuts: tuple[int, ...] = ()
@@ -53,7 +49,6 @@ def geometry_of(variant: Variant) -> Geometry:
 
 
 def compute(runner: XlaRunner, variant: Variant, setting: Setting) -> Trace:
-    """Prefills the prompt in chunks and decodes a few tokens."""
     geometry = geometry_of(variant)
     prompt = setting.prompt
     total = len(prompt) + NUM_DECODES
@@ -78,7 +73,6 @@ def compute(runner: XlaRunner, variant: Variant, setting: Setting) -> Trace:
 
 
 def _chunks(prompt: tuple[int, ...], cuts: tuple[int, ...], longest: int) -> list[tuple[int, ...]]:
-    """The prompt cut at `cuts`, and wherever a part would be longer than `longest`."""
     bounds = [0, *sorted(set(cuts)), len(prompt)]
     parts: list[tuple[int, ...]] = []
     for begin, end in pairwise(bounds):

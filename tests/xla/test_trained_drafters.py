@@ -44,21 +44,17 @@ from training.tokenizer import BUNDLED, load_tokenizer
 SHAPE = ModelShape()
 DEPTHS = 3
 PAGES = [9, 3, 4, 8, 1, 20, 21]
-TOLERANCE = 0.02
-"""Of the range of the logits."""
+TOLERANCE = 0.02  # of the range of the logits
 
 
 @dataclass(frozen=True)
 class Head:
-    """An exported MTP layer and its target, as training has them."""
-
     folder: Path
     target: Weights
     weights: Weights
     token_ids: list[int]
 
     def logits(self, depths: int) -> list[np.ndarray]:
-        """Those [T, V] behind each token, by depth."""
         padding = LIMITS.max_model_len - len(self.token_ids)  # one shape is compiled once
         token_ids = jnp.asarray([[*self.token_ids, *[0] * padding]])
         segments = jnp.ones_like(token_ids)
@@ -83,7 +79,6 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Head:
 
 @pytest.fixture(scope="module")
 def pair(head: Head) -> Iterator[tuple[XlaRunner, XlaRunner]]:
-    """A warm runner of the model, which has computed the tokens, and one of its MTP layer."""
     checkpoint = open_checkpoint(head.folder)
     layer = mtp_head_of(checkpoint)
     setup = RunnerSetup(limits=LIMITS, dtype="bfloat16", fill=NAN)
@@ -138,7 +133,6 @@ def test_the_engine_drafts_what_training_finds_the_likeliest(
 
 
 def draft(layer: XlaRunner, token_ids: list[int]) -> list[int]:
-    """Greedy drafts behind the tokens, of which the target has computed all but the last."""
     stream = Stream(row=2, pages=PAGES, num_computed=1)
     drafts: list[int] = []
     for start in range(1, len(token_ids), 32):

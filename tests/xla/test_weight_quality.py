@@ -69,6 +69,5 @@ def test_quantised_weights_are_within_the_bound_of_float32(quantization: Quantiz
 
 
 def test_swapped_nibbles_are_beyond_the_bound():
-    """The negative control."""
     kl = mean_kl(exact_logprobs(), quantised("none", SwappedNibbles))
     assert kl > 10 * MOST_KL["int4"], f"{kl:.2e} nats"
