@@ -4,7 +4,7 @@ import io
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +13,7 @@ import pytest
 from cadenza.cli import main
 from cadenza.loading.engine_plan import EnginePlan
 from tests.checkpoint.config_writer import write_random_checkpoint
-from tests.cli.harness import TINY, Ran, write_model
+from tests.cli.harness import TINY, Cadenza, Ran, write_model
 
 KEPT = frozenset({"CADENZA_REQUIRE_NATIVE", "CADENZA_CPU_ISA"})
 
@@ -43,9 +43,7 @@ def bare_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def cadenza(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., Ran]:
+def cadenza(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Cadenza:
     """Runs the command in this process, its three streams redirected."""
 
     def run(*arguments: object, stdin: str = "") -> Ran:

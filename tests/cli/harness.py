@@ -8,7 +8,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from inspect import Parameter, Signature
@@ -63,6 +63,9 @@ class Ran:
     def objects(self) -> list[dict]:
         """Its JSON lines."""
         return [json.loads(line, parse_constant=_refuse) for line in self.out.splitlines()]
+
+
+Cadenza = Callable[..., Ran]  # runs the command in this process
 
 
 def _refuse(name: str) -> None:

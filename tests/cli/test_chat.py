@@ -1,13 +1,13 @@
 """`cadenza chat` with stdin piped: each line answered, the history kept."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from cadenza import LLM
 from cadenza.loading.engine_plan import EnginePlan
-from tests.cli.harness import Ran
+from tests.cli.harness import Cadenza, Ran
 
 LIMITS = ("-np", 2, "-c", 256, "--num-pages", 16, "--max-num-batched-tokens", 64)
 FLAGS = (*LIMITS, "--seed", 2, "--max-tokens", 12, "--ignore-eos")
@@ -34,7 +34,7 @@ def answers(llm: LLM, *turns: str, system: str | None = None) -> list[str]:
 
 
 def test_piped_lines_are_answered_with_the_history_and_commands_change_it(
-    cadenza: Callable[..., Ran], model: Path, llm: LLM
+    cadenza: Cadenza, model: Path, llm: LLM
 ):
     """One conversation with every command; nothing is printed but answers."""
     lines = (
@@ -51,9 +51,7 @@ def test_piped_lines_are_answered_with_the_history_and_commands_change_it(
     assert ran == Ran(0, "".join(f"{text}\n" for text in expected), "")
 
 
-def test_the_pool_has_one_context(
-    cadenza: Callable[..., Ran], model: Path, plans: list[EnginePlan]
-):
+def test_the_pool_has_one_context(cadenza: Cadenza, model: Path, plans: list[EnginePlan]):
     """The answer goes on to the end of the context."""
     given = ("chat", model, "-np", 4, "-c", 64, "--ignore-eos", "--max-num-batched-tokens", 64)
     ran = cadenza(*given, stdin="the\n")
@@ -62,17 +60,17 @@ def test_the_pool_has_one_context(
 
 
 def test_an_answer_that_max_tokens_cut_is_not_said_to_fill_the_context(
-    cadenza: Callable[..., Ran], model: Path
+    cadenza: Cadenza, model: Path
 ):
     assert cadenza("chat", model, *FLAGS, stdin="the\n").err == ""
 
 
-def test_a_system_message_comes_first(cadenza: Callable[..., Ran], model: Path, llm: LLM):
+def test_a_system_message_comes_first(cadenza: Cadenza, model: Path, llm: LLM):
     ran = cadenza("chat", model, *FLAGS, "--system", "be quick", stdin="the\n")
     assert ran.out == answers(llm, "the", system="be quick")[0] + "\n"
 
 
-def test_verbose_tells_prefix_cache_reuse_on_stderr(cadenza: Callable[..., Ran], model: Path):
+def test_verbose_tells_prefix_cache_reuse_on_stderr(cadenza: Cadenza, model: Path):
     turns = "one two three four five six seven the quick brown fox jumps over the lazy dog\n" * 2
     ran = cadenza("chat", model, *FLAGS, "--verbose", stdin=turns)
     first, second = ran.err.splitlines()
@@ -90,7 +88,7 @@ SMALL = ("-np", 1, "-c", 64, "--num-pages", 16, "--max-num-batched-tokens", 64)
 
 @pytest.mark.parametrize("policy", [(), ("--context-policy", "refuse")])
 def test_a_conversation_that_outgrows_the_context_exits_with_2(
-    cadenza: Callable[..., Ran], model: Path, policy: tuple[str, ...]
+    cadenza: Cadenza, model: Path, policy: tuple[str, ...]
 ):
     flags = (*SMALL, "--ignore-eos", "--max-tokens", 12, *policy)
     ran = cadenza("chat", model, *flags, stdin="the quick\n" * 9)
@@ -98,18 +96,18 @@ def test_a_conversation_that_outgrows_the_context_exits_with_2(
 
 
 @pytest.mark.parametrize("stdin", ["", "/exit\n", "/quit\n"])
-def test_nothing_asked_is_nothing_answered(cadenza: Callable[..., Ran], model: Path, stdin: str):
+def test_nothing_asked_is_nothing_answered(cadenza: Cadenza, model: Path, stdin: str):
     assert cadenza("chat", model, *FLAGS, stdin=stdin) == Ran(0, "", "")
 
 
-def test_a_model_without_chat_template_is_refused(cadenza: Callable[..., Ran], bare_model: Path):
+def test_a_model_without_chat_template_is_refused(cadenza: Cadenza, bare_model: Path):
     ran = cadenza("chat", bare_model, *FLAGS, stdin="the\n")
     assert ran.code == 2
     assert "chat template" in ran.err
 
 
 def test_a_mistyped_command_ends_a_piped_conversation_and_does_not_reach_the_model(
-    cadenza: Callable[..., Ran], model: Path
+    cadenza: Cadenza, model: Path
 ):
     ran = cadenza("chat", model, *FLAGS, stdin="/systen be quick\nthe\n")
     assert (ran.code, ran.out) == (2, "")
@@ -117,7 +115,7 @@ def test_a_mistyped_command_ends_a_piped_conversation_and_does_not_reach_the_mod
 
 
 def test_set_changes_the_sampling_from_then_on_and_without_a_value_no_more(
-    cadenza: Callable[..., Ran], model: Path, llm: LLM
+    cadenza: Cadenza, model: Path, llm: LLM
 ):
     turns = "/set parameter num_predict 3\nthe\n/reset\n/set max-tokens 12\n/set seed 5\nthe\n"
     turns += "/reset\n/set seed\n/set stop a\n/set seed 2\nthe\n"
@@ -135,7 +133,7 @@ def test_set_changes_the_sampling_from_then_on_and_without_a_value_no_more(
 
 
 def test_the_oldest_turns_leave_a_full_context_where_the_policy_says_so(
-    cadenza: Callable[..., Ran], model: Path
+    cadenza: Cadenza, model: Path
 ):
     lines = "".join(f"{word}\n" for word in ("the quick", "brown fox", "one two", "six"))
     flags = (*SMALL, "--seed", 2, "--max-tokens", 12, "--ignore-eos")
@@ -145,7 +143,7 @@ def test_the_oldest_turns_leave_a_full_context_where_the_policy_says_so(
 
 
 def test_run_answers_its_words_as_one_message_and_puts_what_is_piped_behind_them(
-    cadenza: Callable[..., Ran], model: Path, llm: LLM
+    cadenza: Cadenza, model: Path, llm: LLM
 ):
     (words,), (both,), (piped,) = (
         answers(llm, text) for text in ("the quick", "the quick\n\none\ntwo", "one\ntwo")
@@ -159,7 +157,7 @@ def test_run_answers_its_words_as_one_message_and_puts_what_is_piped_behind_them
     assert cadenza("run", model, "the", "--system", "be quick", *FLAGS).out == f"{told}\n"
 
 
-def test_run_without_a_model_or_a_prompt_is_refused(cadenza: Callable[..., Ran], model: Path):
+def test_run_without_a_model_or_a_prompt_is_refused(cadenza: Cadenza, model: Path):
     for words, said in (
         ((), "name it first, or by --model"),
         (("What is this?",), "the first word is the model, and 'What is this?' is none"),
@@ -170,8 +168,6 @@ def test_run_without_a_model_or_a_prompt_is_refused(cadenza: Callable[..., Ran],
         assert said in ran.err
 
 
-def test_run_of_a_model_without_chat_template_is_refused(
-    cadenza: Callable[..., Ran], bare_model: Path
-):
+def test_run_of_a_model_without_chat_template_is_refused(cadenza: Cadenza, bare_model: Path):
     ran = cadenza("run", bare_model, "the", *FLAGS)
     assert (ran.code, "chat template" in ran.err) == (2, True)

@@ -1,6 +1,6 @@
 """`--config FILE`: a flag comes before the environment, the environment before the file."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from inspect import Parameter
 from pathlib import Path
@@ -16,7 +16,7 @@ from cadenza.cli.sampling_flags import SamplingFlags
 from cadenza.cli.serve_flags import ServeFlags
 from cadenza.config import EngineConfig
 from cadenza.errors import ConfigError
-from tests.cli.harness import Group, Ran, taken
+from tests.cli.harness import Cadenza, Group, taken
 from tests.cli.test_options import ALIASES, VALUES
 
 DEFAULT = EngineConfig()
@@ -124,7 +124,7 @@ WRONG = {
 }
 
 
-def test_what_cannot_work_names_the_file_and_the_name(cadenza: Callable[..., Ran], file: Path):
+def test_what_cannot_work_names_the_file_and_the_name(cadenza: Cadenza, file: Path):
     for text, said in WRONG.items():
         file.write_text(text, errors="surrogateescape")
         ran = cadenza("serve", "--config", file)
@@ -133,13 +133,13 @@ def test_what_cannot_work_names_the_file_and_the_name(cadenza: Callable[..., Ran
         assert str(file) in ran.err
 
 
-def test_a_file_that_is_not_there_is_named(cadenza: Callable[..., Ran], file: Path):
+def test_a_file_that_is_not_there_is_named(cadenza: Cadenza, file: Path):
     ran = cadenza("info", "--config", file)
     assert (ran.code, f"--config {file}: No such file" in ran.err) == (2, True)
 
 
 def test_a_flag_of_another_command_has_no_effect_and_the_models_is_taken(
-    cadenza: Callable[..., Ran], model: Path, bare_model: Path, file: Path
+    cadenza: Cadenza, model: Path, bare_model: Path, file: Path
 ):
     file.write_text(f"port = 0\nmax_num_seqs = 3\nmodel = '{model}'\n")
     (told,) = cadenza("info", "--config", file, "--json").objects
@@ -149,7 +149,7 @@ def test_a_flag_of_another_command_has_no_effect_and_the_models_is_taken(
 
 
 def test_a_word_that_is_a_model_comes_before_the_files(
-    cadenza: Callable[..., Ran], model: Path, bare_model: Path, file: Path
+    cadenza: Cadenza, model: Path, bare_model: Path, file: Path
 ):
     file.write_text(f"model = '{bare_model}'\nmax_tokens = 2\n")
     words = ("--max-num-batched-tokens", 64, "--num-pages", 16, "-c", 64, "--seed", 1, "--json")

@@ -3,7 +3,6 @@
 import ast
 import inspect
 import json
-from collections.abc import Callable
 from contextlib import closing
 from dataclasses import fields
 from importlib import import_module
@@ -21,7 +20,7 @@ from cadenza.cli.verify import VerifyFlags
 from cadenza.config import EngineConfig
 from cadenza.engine.process.launch import FirstLaunch
 from tests.by_day import by_day
-from tests.cli.harness import Ran
+from tests.cli.harness import Cadenza
 from tests.cli.test_options import VALUES
 
 chat, generate, serve, serve_flags, served_models, verify = (
@@ -57,7 +56,7 @@ def test_a_flag_that_is_not_read_would_be_seen() -> None:
 
 
 def test_an_unknown_backend_is_refused_by_every_command(
-    cadenza: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
+    cadenza: Cadenza, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def check(*flags: str) -> None:
         for words in (["serve"], ["generate", "the"], ["chat"], ["verify"], ["info"]):
@@ -84,7 +83,7 @@ OF_THE_ENGINE = {
     ),
 )
 def test_a_flag_that_means_nothing_to_a_server_that_is_asked_is_refused(
-    cadenza: Callable[..., Ran], name: str
+    cadenza: Cadenza, name: str
 ) -> None:
     ran = cadenza("verify", "--url", NOWHERE, *OF_THE_ENGINE.get(name, ["--reference", "solo"]))
     assert ran.code == 2
@@ -92,7 +91,7 @@ def test_a_flag_that_means_nothing_to_a_server_that_is_asked_is_refused(
 
 
 def test_a_variable_for_all_commands_is_no_wrong_use_where_a_server_is_asked(
-    cadenza: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
+    cadenza: Cadenza, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CADENZA_MAX_NUM_SEQS", "4")
     monkeypatch.setenv("CADENZA_API_KEY", "a key")
@@ -108,7 +107,7 @@ def test_a_variable_for_all_commands_is_no_wrong_use_where_a_server_is_asked(
     ],
 )
 def test_what_would_be_ignored_is_refused(
-    cadenza: Callable[..., Ran], arguments: tuple[str, ...], said: str
+    cadenza: Cadenza, arguments: tuple[str, ...], said: str
 ) -> None:
     ran = cadenza("verify", *arguments)
     assert ran.code == 2
@@ -116,7 +115,7 @@ def test_what_would_be_ignored_is_refused(
 
 
 def test_info_tells_no_recommendation_that_is_not_followed(
-    cadenza: Callable[..., Ran], model: Path, tmp_path: Path
+    cadenza: Cadenza, model: Path, tmp_path: Path
 ) -> None:
     folder = copytree(model, tmp_path / "model")
     recommended = {"temperature": 0.25, "num_beams": 4}

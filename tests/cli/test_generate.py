@@ -3,7 +3,6 @@
 import io
 import re
 import subprocess
-from collections.abc import Callable
 from contextlib import redirect_stderr
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import pytest
 
 from cadenza import LLM
 from cadenza.loading.engine_plan import EnginePlan
-from tests.cli.harness import COMMAND, ENGINE, Ran
+from tests.cli.harness import COMMAND, ENGINE, Cadenza, Ran
 
 PROMPTS = ("the quick brown", "one two", "three four five six seven the lazy dog")
 OPTIONS = {
@@ -28,7 +27,7 @@ def llm(model: Path):
         yield llm
 
 
-def test_json_has_the_token_ids_that_llm_gives(cadenza: Callable[..., Ran], model: Path, llm: LLM):
+def test_json_has_the_token_ids_that_llm_gives(cadenza: Cadenza, model: Path, llm: LLM):
     ran = cadenza("generate", model, *PROMPTS, "--max-tokens", 12, "--json", "--seed", 9, *ENGINE)
     expected = llm.generate(list(PROMPTS), llm.default_params(max_tokens=12, seed=9))
     assert (ran.code, ran.err) == (0, "")
@@ -53,7 +52,7 @@ FIVE = ("--max-tokens", 200, "--n", 5, "--ignore-eos", "--json", "--seed", 3)
 
 
 def test_the_pool_is_planned_for_the_prompts(
-    cadenza: Callable[..., Ran], model: Path, plans: list[EnginePlan]
+    cadenza: Cadenza, model: Path, plans: list[EnginePlan]
 ):
     """A sample needs 13 pages."""
     ran = cadenza("generate", model, "the", *FIVE, "--max-num-batched-tokens", 64)
@@ -63,7 +62,7 @@ def test_the_pool_is_planned_for_the_prompts(
 
 @pytest.mark.soak
 def test_the_size_of_the_pool_changes_no_answer(
-    cadenza: Callable[..., Ran], model: Path, plans: list[EnginePlan]
+    cadenza: Cadenza, model: Path, plans: list[EnginePlan]
 ):
     """16 rows of the whole context have the 8,192 of the flag."""
     few = ("--max-num-batched-tokens", 64)
@@ -75,9 +74,7 @@ def test_the_size_of_the_pool_changes_no_answer(
     assert runs[0] == runs[1]
 
 
-def test_without_a_seed_each_request_has_the_one_that_llm_derives(
-    cadenza: Callable[..., Ran], model: Path
-):
+def test_without_a_seed_each_request_has_the_one_that_llm_derives(cadenza: Cadenza, model: Path):
     prompts = [PROMPTS[0]] * 3
     ran = cadenza("generate", model, *prompts, "--max-tokens", 8, "--json", *ENGINE)
     found = [tuple(each["token_ids"]) for each in ran.objects[:-1]]
@@ -87,7 +84,7 @@ def test_without_a_seed_each_request_has_the_one_that_llm_derives(
     assert len(set(found)) > 1
 
 
-def test_logprobs_are_printed_on_demand(cadenza: Callable[..., Ran], model: Path):
+def test_logprobs_are_printed_on_demand(cadenza: Cadenza, model: Path):
     flags = ("--max-tokens", 3, "--ignore-eos", "--json", "--logprobs", 2, *ENGINE)
     first = cadenza("generate", model, "the", *flags).objects[0]
     assert [each["token_id"] for each in first["logprobs"]] == first["token_ids"]
@@ -98,9 +95,7 @@ def test_logprobs_are_printed_on_demand(cadenza: Callable[..., Ran], model: Path
         assert likeliest == sorted(likeliest, reverse=True)
 
 
-def test_one_prompt_prints_its_text_and_nothing_else(
-    cadenza: Callable[..., Ran], model: Path, llm: LLM
-):
+def test_one_prompt_prints_its_text_and_nothing_else(cadenza: Cadenza, model: Path, llm: LLM):
     flags = ("--max-tokens", 10, "--temperature", 0, "--ignore-eos")
     ran = cadenza("generate", model, PROMPTS[0], *flags, *ENGINE)
     params = llm.default_params(max_tokens=10, temperature=0, ignore_eos=True)
@@ -108,18 +103,14 @@ def test_one_prompt_prints_its_text_and_nothing_else(
     assert ran == Ran(0, text.rstrip("\n") + "\n", "")
 
 
-def test_several_prompts_are_printed_as_blocks_with_their_numbers(
-    cadenza: Callable[..., Ran], model: Path
-):
+def test_several_prompts_are_printed_as_blocks_with_their_numbers(cadenza: Cadenza, model: Path):
     ran = cadenza("generate", "--model", model, *PROMPTS, "--max-tokens", 4, *ENGINE)
     assert (ran.code, ran.err) == (0, "")
     for number, prompt in enumerate(PROMPTS, start=1):
         assert f"[{number}] {prompt}\n" in ran.out
 
 
-def test_prompts_come_from_a_file_and_from_stdin(
-    cadenza: Callable[..., Ran], model: Path, tmp_path: Path
-):
+def test_prompts_come_from_a_file_and_from_stdin(cadenza: Cadenza, model: Path, tmp_path: Path):
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "the quick"}\n{"prompt": [5, 6, 7]}\n')
     flags = ("--max-tokens", 2, "--json", *ENGINE)
@@ -134,9 +125,7 @@ def test_prompts_come_from_a_file_and_from_stdin(
     assert ran.objects[0]["prompt_token_ids"] == [9]
 
 
-def test_what_is_piped_in_is_one_prompt_where_no_other_is_given(
-    cadenza: Callable[..., Ran], model: Path
-):
+def test_what_is_piped_in_is_one_prompt_where_no_other_is_given(cadenza: Cadenza, model: Path):
     flags = ("--max-tokens", 2, "--json", *ENGINE)
     ran = cadenza("generate", model, *flags, stdin="the quick\n\nbrown fox\n")
     assert [each["prompt"] for each in ran.objects[:-1]] == ["the quick\n\nbrown fox"]
@@ -159,7 +148,7 @@ def test_piped_text_that_is_not_utf_8_is_refused(model: Path):
     assert b"is not UTF-8" in ran.stderr
 
 
-def test_chat_renders_each_prompt_as_a_message(cadenza: Callable[..., Ran], model: Path, llm: LLM):
+def test_chat_renders_each_prompt_as_a_message(cadenza: Cadenza, model: Path, llm: LLM):
     ran = cadenza("generate", model, "hello", "--chat", "--json", "--seed", 1, *ENGINE)
     message = {"role": "user", "content": "hello"}
     (expected,) = llm.chat([message], llm.default_params(max_tokens=64, seed=1))
@@ -176,7 +165,7 @@ def test_chat_renders_each_prompt_as_a_message(cadenza: Callable[..., Ran], mode
     ],
 )
 def test_a_request_that_cannot_be_served_exits_with_2(
-    cadenza: Callable[..., Ran], model: Path, arguments, said: str
+    cadenza: Cadenza, model: Path, arguments, said: str
 ):
     ran = cadenza("generate", model, "the", *arguments, *ENGINE)
     assert (ran.code, ran.out, ran.err.count("\n")) == (2, "", 1)
@@ -184,7 +173,7 @@ def test_a_request_that_cannot_be_served_exits_with_2(
 
 
 def test_texts_for_a_model_without_tokenizer_exit_with_2_and_ids_are_served(
-    cadenza: Callable[..., Ran], bare_model: Path
+    cadenza: Cadenza, bare_model: Path
 ):
     assert cadenza("generate", bare_model, "the", *ENGINE).code == 2
     flags = ("--prompts-file", "-", "--prompts-format", "jsonl", "--max-tokens", 2, "--json")
@@ -202,7 +191,7 @@ class Screen(io.StringIO):
 
 
 def test_many_prompts_of_a_file_show_a_progress_line_where_stderr_is_a_terminal(
-    cadenza: Callable[..., Ran], model: Path, tmp_path: Path
+    cadenza: Cadenza, model: Path, tmp_path: Path
 ):
     (tmp_path / "many.txt").write_text("\n".join(PROMPTS * 30))
     flags = ("--max-tokens", 200, "--ignore-eos", "--json", *ENGINE)

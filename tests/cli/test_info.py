@@ -1,7 +1,6 @@
 """`cadenza info`: the plan, without a weight being read."""
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from cadenza.models.declaration import declare
 from cadenza.models.model_config import ModelConfig
 from cadenza.weights.weight_format import FORMAT_OF_NAME
 from tests.checkpoint.config_writer import format_model_config
-from tests.cli.harness import TINY, Ran
+from tests.cli.harness import TINY, Cadenza
 from tests.faces.seeing import write_seeing_model
 
 
@@ -41,7 +40,7 @@ def write_sparse_model(folder: Path, config: ModelConfig) -> int:
     return position
 
 
-def test_json_and_text_tell_the_plan(cadenza: Callable[..., Ran], model: Path):
+def test_json_and_text_tell_the_plan(cadenza: Cadenza, model: Path):
     ran = cadenza("info", model, "--json", "--num-pages", 40, "-c", 100, "-np", 3)
     assert ran.code == 0
     (facts,) = ran.objects
@@ -95,7 +94,7 @@ def test_what_the_kernels_say_of_the_machine_is_told(model: Path, trait: str, va
         assert describe("tiny", checkpoint, told_plan, config)["engine"].get(trait) == said
 
 
-def test_every_engine_flag_shows_in_the_plan(cadenza: Callable[..., Ran], model: Path):
+def test_every_engine_flag_shows_in_the_plan(cadenza: Cadenza, model: Path):
     for arguments, section, key, value in PLANNED:
         ran = cadenza("info", model, "--json", *arguments.split())
         assert ran.code == 0, ran.err
@@ -103,7 +102,7 @@ def test_every_engine_flag_shows_in_the_plan(cadenza: Callable[..., Ran], model:
 
 
 def test_the_folder_of_stored_prefixes_is_told_with_its_bound_and_is_not_made(
-    cadenza: Callable[..., Ran], model: Path, tmp_path: Path
+    cadenza: Cadenza, model: Path, tmp_path: Path
 ):
     folder = tmp_path / "pages"
     told = cadenza("info", model, "--json", "--prefix-cache-disk", folder).objects[0]
@@ -118,7 +117,7 @@ def test_the_folder_of_stored_prefixes_is_told_with_its_bound_and_is_not_made(
 
 
 def test_the_predicted_gains_of_sparse_prefill_are_told_by_shapes_and_by_measured_steps(
-    cadenza: Callable[..., Ran],
+    cadenza: Cadenza,
 ):
     asked = ("--json", "--spec-prefill", '{"threshold": 500, "keep": 0.5}', "-np", 2)
     told = cadenza("info", "--measure", *asked).objects[0]
@@ -132,15 +131,13 @@ def test_the_predicted_gains_of_sparse_prefill_are_told_by_shapes_and_by_measure
     assert "sparse_prefill" not in cadenza("info", "--json").objects[0]
 
 
-def test_a_model_without_tokenizer_is_described_too(cadenza: Callable[..., Ran], bare_model: Path):
+def test_a_model_without_tokenizer_is_described_too(cadenza: Cadenza, bare_model: Path):
     ran = cadenza("info", "--model", bare_model)
     assert "tokenizer                 –" in ran.out
     assert cadenza("info", bare_model, "--json").objects[0]["text"]["tokenizer"] is None
 
 
-def test_a_large_shape_is_described_from_a_hole_in_a_file(
-    cadenza: Callable[..., Ran], tmp_path: Path
-):
+def test_a_large_shape_is_described_from_a_hole_in_a_file(cadenza: Cadenza, tmp_path: Path):
     config = replace(named_shape("smollm2-135m"), dtype="bfloat16")
     num_bytes = write_sparse_model(tmp_path / "sparse", config)
     (tmp_path / "sparse" / "model.safetensors").chmod(0o400)
@@ -153,7 +150,7 @@ def test_a_large_shape_is_described_from_a_hole_in_a_file(
 
 
 def test_a_hundred_gigabytes_are_a_plan_that_does_not_fit_rather_than_an_allocation(
-    cadenza: Callable[..., Ran], tmp_path: Path
+    cadenza: Cadenza, tmp_path: Path
 ):
     config = replace(TINY, hidden_size=1 << 15, intermediate_size=1 << 17, num_layers=64)
     num_bytes = write_sparse_model(tmp_path / "huge", config)
@@ -164,7 +161,7 @@ def test_a_hundred_gigabytes_are_a_plan_that_does_not_fit_rather_than_an_allocat
 
 
 def test_a_refused_folder_tells_what_it_is_and_why_it_is_not_loaded(
-    cadenza: Callable[..., Ran], tmp_path: Path
+    cadenza: Cadenza, tmp_path: Path
 ):
     folder = tmp_path / "refused"
     write_sparse_model(folder, replace(TINY, num_layers=3))
@@ -185,7 +182,7 @@ def test_a_refused_folder_tells_what_it_is_and_why_it_is_not_loaded(
         assert said in shown.out
 
 
-def test_garbage_tells_no_facts_and_fails_cleanly(cadenza: Callable[..., Ran], tmp_path: Path):
+def test_garbage_tells_no_facts_and_fails_cleanly(cadenza: Cadenza, tmp_path: Path):
     (tmp_path / "config.json").write_bytes(b"\xff")
     (tmp_path / "model.safetensors").write_bytes(b"garbage")
     ran = cadenza("info", tmp_path, "--json")
@@ -194,7 +191,7 @@ def test_garbage_tells_no_facts_and_fails_cleanly(cadenza: Callable[..., Ran], t
 
 
 def test_an_empty_folder_and_a_folder_of_models_are_told_as_such(
-    cadenza: Callable[..., Ran], model: Path, tmp_path: Path
+    cadenza: Cadenza, model: Path, tmp_path: Path
 ):
     empty = cadenza("info", tmp_path)
     assert empty.code == 3
@@ -207,7 +204,7 @@ def test_an_empty_folder_and_a_folder_of_models_are_told_as_such(
 
 
 def test_a_mixtures_experts_are_told_and_all_of_them_are_in_the_memory_plan(
-    cadenza: Callable[..., Ran], tmp_path: Path
+    cadenza: Cadenza, tmp_path: Path
 ):
     folder = tmp_path / "mixture"
     num_bytes = write_sparse_model(folder, named_shape("tiny-qwen3-moe"))
@@ -219,7 +216,7 @@ def test_a_mixtures_experts_are_told_and_all_of_them_are_in_the_memory_plan(
     assert "num_experts_per_token     4" in cadenza("info", folder).out
 
 
-def test_steps_are_timed_if_that_is_asked(cadenza: Callable[..., Ran], model: Path):
+def test_steps_are_timed_if_that_is_asked(cadenza: Cadenza, model: Path):
     assert "steps" not in cadenza("info", model, "--json").objects[0]
     ran = cadenza("info", model, "--json", "--measure", "-c", 64, "--max-num-seqs", 2)
     assert ran.code == 0, ran.err
@@ -230,7 +227,7 @@ def test_steps_are_timed_if_that_is_asked(cadenza: Callable[..., Ran], model: Pa
     assert steps["context_kept_under_default"] == 64
 
 
-def test_a_model_with_recurrent_state_tells_its_slots(cadenza: Callable[..., Ran], tmp_path: Path):
+def test_a_model_with_recurrent_state_tells_its_slots(cadenza: Cadenza, tmp_path: Path):
     write_sparse_model(tmp_path / "model", named_shape("tiny-qwen3.5"))
     ran = cadenza("info", tmp_path / "model", "--json", "-np", 3, "--max-state-snapshots", 5)
     (facts,) = ran.objects
@@ -242,9 +239,7 @@ def test_a_model_with_recurrent_state_tells_its_slots(cadenza: Callable[..., Ran
     assert memory["planned_bytes"] == sum(memory[f"{term}_bytes"] for term in terms)
 
 
-def test_a_model_that_sees_tells_what_it_takes(
-    cadenza: Callable[..., Ran], tmp_path: Path, model: Path
-):
+def test_a_model_that_sees_tells_what_it_takes(cadenza: Cadenza, tmp_path: Path, model: Path):
     folder = write_seeing_model(tmp_path / "seeing")
     limits = ("--num-pages", 40, "-c", 256, "-np", 3)
     ran = cadenza("info", folder, "--json", *limits, "--image-max-tokens", 64)

@@ -23,7 +23,7 @@ from cadenza.cli.interrupts import dropped_interrupts_raised
 from cadenza.cli.options import VARIABLES_WITHOUT_FLAG, variables_of
 from cadenza.cli.status import PlainStatus, progress_bar, status_line
 from tests.by_day import by_day
-from tests.cli.harness import COMMAND, ENGINE, Ran, run_cadenza
+from tests.cli.harness import COMMAND, ENGINE, Cadenza, Ran, run_cadenza
 
 COMMANDS = ("generate", "run", "chat", "info", "verify")
 HEAVY = {"jax", "jaxlib", "ml_dtypes", "numpy", "tokenizers", "jinja2", "rich"}
@@ -31,7 +31,7 @@ MAX_MODULES = 400
 
 
 @pytest.mark.parametrize("word", ["--version", "version"])
-def test_the_version_is_the_packages(cadenza: Callable[..., Ran], word: str):
+def test_the_version_is_the_packages(cadenza: Cadenza, word: str):
     assert cadenza(word) == Ran(0, f"cadenza {package.__version__}\n", "")
 
 
@@ -46,7 +46,7 @@ def test_the_package_is_the_command_too():
     assert (ran.returncode, ran.stderr.partition(":")[0]) == (2, "cadenza")
 
 
-def test_h_is_short_for_help(cadenza: Callable[..., Ran]):
+def test_h_is_short_for_help(cadenza: Cadenza):
     for words in ((), ("serve",), ("bench", "throughput")):
         shown = cadenza(*words, "-h")
         assert shown.code == 0
@@ -71,18 +71,18 @@ def test_help_is_complete_and_loads_nothing_heavy():
     assert len(modules) < MAX_MODULES
 
 
-def test_help_lists_every_command(cadenza: Callable[..., Ran]):
+def test_help_lists_every_command(cadenza: Cadenza):
     shown = cadenza("--help").out
     assert all(f"\n  {name} " in shown for name in COMMANDS)
 
 
-def test_without_a_command_help_is_shown_and_the_code_is_2(cadenza: Callable[..., Ran]):
+def test_without_a_command_help_is_shown_and_the_code_is_2(cadenza: Cadenza):
     ran = cadenza()
     assert (ran.code, ran.err) == (2, "")
     assert ran.out == cadenza("--help").out
 
 
-def test_a_number_that_is_none_names_the_flag_and_not_its_aliases(cadenza: Callable[..., Ran]):
+def test_a_number_that_is_none_names_the_flag_and_not_its_aliases(cadenza: Cadenza):
     ran = cadenza("info", "-np", "many")
     assert "'--max-num-seqs'" in ran.err or "'-np'" in ran.err
     assert "--decode-concurrency" not in ran.err
@@ -104,7 +104,7 @@ def test_a_number_that_is_none_names_the_flag_and_not_its_aliases(cadenza: Calla
         ("info", "a", "b"),
     ],
 )
-def test_wrong_use_exits_with_2_and_one_line(cadenza: Callable[..., Ran], arguments):
+def test_wrong_use_exits_with_2_and_one_line(cadenza: Cadenza, arguments):
     ran = cadenza(*arguments)
     assert ran.code == 2
     assert ran.out == ""
@@ -115,7 +115,7 @@ def test_wrong_use_exits_with_2_and_one_line(cadenza: Callable[..., Ran], argume
 
 @pytest.mark.parametrize("command", ["generate", "chat", "run"])
 def test_sampling_that_cannot_work_is_refused_before_a_model_is_opened(
-    cadenza: Callable[..., Ran], tmp_path: Path, command: str
+    cadenza: Cadenza, tmp_path: Path, command: str
 ):
     words = [] if command == "chat" else ["hello"]
     ran = cadenza(command, *words, "--model", tmp_path / "absent", "--temperature", -1)
@@ -123,9 +123,7 @@ def test_sampling_that_cannot_work_is_refused_before_a_model_is_opened(
 
 
 @pytest.mark.parametrize("command", ["generate", "chat", "info"])
-def test_a_model_that_cannot_be_loaded_exits_with_3(
-    cadenza: Callable[..., Ran], tmp_path: Path, command: str
-):
+def test_a_model_that_cannot_be_loaded_exits_with_3(cadenza: Cadenza, tmp_path: Path, command: str):
     words = ["hello"] if command == "generate" else []
     ran = cadenza(command, *words, "--model", tmp_path / "absent")
     assert (ran.code, ran.out, ran.err.count("\n")) == (3, "", 1)
@@ -134,23 +132,21 @@ def test_a_model_that_cannot_be_loaded_exits_with_3(
     assert cadenza(command, tmp_path, *words).code == 3
 
 
-def test_a_device_that_is_not_there_exits_with_3(cadenza: Callable[..., Ran], model: Path):
+def test_a_device_that_is_not_there_exits_with_3(cadenza: Cadenza, model: Path):
     ran = cadenza("info", model, "--device", "tpu:7")
     assert (ran.code, ran.err.count("\n")) == (3, 1)
     assert "--device tpu:7" in ran.err
 
 
-def test_a_device_of_no_such_form_exits_with_2(cadenza: Callable[..., Ran], model: Path):
+def test_a_device_of_no_such_form_exits_with_2(cadenza: Cadenza, model: Path):
     assert cadenza("info", model, "--device", "abacus").code == 2
 
 
-def test_a_plan_that_does_not_fit_exits_with_2(cadenza: Callable[..., Ran], model: Path):
+def test_a_plan_that_does_not_fit_exits_with_2(cadenza: Cadenza, model: Path):
     assert cadenza("info", model, "--max-model-len", 1 << 20).code == 2
 
 
-def test_a_traceback_is_shown_only_on_demand(
-    cadenza: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
-):
+def test_a_traceback_is_shown_only_on_demand(cadenza: Cadenza, monkeypatch: pytest.MonkeyPatch):
     assert "Traceback" not in cadenza("info", "absent").err
     monkeypatch.setenv("CADENZA_TRACEBACK", "1")
     ran = cadenza("info", "absent")
@@ -159,7 +155,7 @@ def test_a_traceback_is_shown_only_on_demand(
 
 
 def test_a_variable_that_cannot_work_is_wrong_use(
-    cadenza: Callable[..., Ran], model: Path, monkeypatch: pytest.MonkeyPatch
+    cadenza: Cadenza, model: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("CADENZA_MAX_NUM_SEQS", "many")
     ran = cadenza("info", model)
@@ -253,7 +249,7 @@ def test_streams_that_are_closed_are_no_error(model: Path, closed: str):
 
 
 def test_a_misspelt_variable_is_told_with_the_one_that_was_meant(
-    cadenza: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
+    cadenza: Cadenza, monkeypatch: pytest.MonkeyPatch
 ):
     for name in ("CADENZA_MAX_SEQS", "CADENZA_GENERATION_CONFG", "cadenza_seed", "CADENZA_PROT"):
         monkeypatch.setenv(name, "4")
@@ -271,7 +267,7 @@ def test_a_misspelt_variable_is_told_with_the_one_that_was_meant(
 
 
 def test_variables_that_are_read_and_those_of_others_are_not_told(
-    cadenza: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
+    cadenza: Cadenza, monkeypatch: pytest.MonkeyPatch
 ):
     """The others are those that Kubernetes sets for a service called cadenza, and a user's own."""
     kubernetes = ("SERVICE_HOST", "SERVICE_PORT", "PORT_8000_TCP", "PORT_8000_TCP_ADDR")

@@ -1,11 +1,10 @@
 """Commands that ask a server: they trust --cacert, ask loopback without a proxy, name a cause."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.cli.harness import ENGINE, Ran
+from tests.cli.harness import ENGINE, Cadenza
 from tests.echo_server import CERTIFICATE, echoing
 from tests.ports import refusing_port
 
@@ -34,7 +33,7 @@ def words_of(command: str, url: str, receipts: Path) -> list[str]:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_certificate_that_signs_itself_is_named_and_trusted_by_cacert(
-    cadenza: Callable[..., Ran], receipts: Path, command: str
+    cadenza: Cadenza, receipts: Path, command: str
 ):
     with echoing(is_secure=True) as server:
         words = words_of(command, f"https://localhost:{server.port}", receipts)
@@ -52,7 +51,7 @@ def test_a_certificate_that_signs_itself_is_named_and_trusted_by_cacert(
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_server_of_this_machine_is_asked_without_the_proxy_of_the_environment(
-    cadenza: Callable[..., Ran], receipts: Path, monkeypatch: pytest.MonkeyPatch, command: str
+    cadenza: Cadenza, receipts: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ):
     with refusing_port() as port, echoing() as server:
         for name in ("http_proxy", "https_proxy", "all_proxy"):
@@ -62,16 +61,14 @@ def test_a_server_of_this_machine_is_asked_without_the_proxy_of_the_environment(
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_port_without_a_server_is_said_to_refuse(
-    cadenza: Callable[..., Ran], receipts: Path, command: str
-):
+def test_a_port_without_a_server_is_said_to_refuse(cadenza: Cadenza, receipts: Path, command: str):
     with refusing_port() as port:
         ran = cadenza(*words_of(command, f"http://127.0.0.1:{port}", receipts))
     assert ran.code in (1, 2)
     assert "the connection is refused; is the server there?" in ran.err
 
 
-def test_a_certificate_without_a_server_is_refused(cadenza: Callable[..., Ran], receipts: Path):
+def test_a_certificate_without_a_server_is_refused(cadenza: Cadenza, receipts: Path):
     for words in (("verify",), ("replay", receipts)):
         ran = cadenza(*words, "--cacert", CERTIFICATE)
         assert (ran.code, "--cacert changes nothing without --url" in ran.err) == (2, True)

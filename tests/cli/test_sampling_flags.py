@@ -1,6 +1,5 @@
 """Every option of a request is a flag of `generate`; what is not given is left to the model."""
 
-from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from cadenza.cli.generate_view import block
 from cadenza.cli.sampling_flags import SamplingFlags
 from cadenza.frontend.output_processor import OutputProcessor
 from cadenza.frontend.text_frontend import TextFrontend
-from tests.cli.harness import ENGINE, Group, Ran, taken
+from tests.cli.harness import ENGINE, Cadenza, Group, taken
 from tests.faces.scripted_engine import finished, token
 
 GIVEN: dict[str, tuple[tuple[str, ...], object]] = {
@@ -106,14 +105,14 @@ def test_what_is_not_given_is_left_to_the_model():
     ],
 )
 def test_a_value_that_cannot_be_read_is_wrong_use(
-    cadenza: Callable[..., Ran], model: Path, flag: str, value: str
+    cadenza: Cadenza, model: Path, flag: str, value: str
 ):
     ran = cadenza("generate", model, "the", flag, value, *ENGINE)
     assert (ran.code, ran.out) == (2, "")
     assert flag in ran.err
 
 
-def test_a_stop_string_ends_the_answer_and_is_told(cadenza: Callable[..., Ran], model: Path):
+def test_a_stop_string_ends_the_answer_and_is_told(cadenza: Cadenza, model: Path):
     flags = ("--temperature", 1.5, "--seed", 8, "--ignore-eos", "--json", *ENGINE)
     whole = cadenza("generate", model, "the", *flags).objects[0]
     stop = whole["text"][4:7]

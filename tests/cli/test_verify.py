@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from cadenza.verification.option_matrix import make_matrix
-from tests.cli.harness import ENGINE, LIMITS, TINY, Ran, write_model
+from tests.cli.harness import ENGINE, LIMITS, TINY, Cadenza, write_model
 
 
 @pytest.mark.soak
-def test_the_command_plays_the_matrix(cadenza: Callable[..., Ran], model: Path):
+def test_the_command_plays_the_matrix(cadenza: Cadenza, model: Path):
     flags = ("--options", "all", "--reference", "solo", "--max-tokens", 4, *LIMITS)
     ran = cadenza("verify", model, *flags)
     assert ran.code == 0, ran.out
@@ -26,7 +26,7 @@ def test_the_command_plays_the_matrix(cadenza: Callable[..., Ran], model: Path):
     assert found in last
 
 
-def test_what_did_not_occur_is_no_mismatch(cadenza: Callable[..., Ran], model: Path):
+def test_what_did_not_occur_is_no_mismatch(cadenza: Cadenza, model: Path):
     """Answers of four tokens repeat nothing, so that no draft is accepted."""
     drafts = ("--speculative-config", '{"method": "ngram"}', "--max-tokens", 4)
     flags = (*drafts, "--reference", "solo", "--num-requests", 5, *LIMITS)
@@ -54,14 +54,14 @@ def test_what_did_not_occur_is_no_mismatch(cadenza: Callable[..., Ran], model: P
     ],
 )
 def test_flags_that_do_not_go_together_are_refused(
-    cadenza: Callable[..., Ran], flags: tuple[object, ...], said: str
+    cadenza: Cadenza, flags: tuple[object, ...], said: str
 ):
     ran = cadenza("verify", *flags)
     assert ran.code == 2
     assert said in ran.err
 
 
-def test_the_portable_digest_tells_weights_apart(cadenza: Callable[..., Ran], model: Path):
+def test_the_portable_digest_tells_weights_apart(cadenza: Cadenza, model: Path):
     def digest(*flags: object) -> str:
         given = ("--portable", "--reference", "solo", "--num-requests", 6, "--max-tokens", 4)
         ran = cadenza("verify", *flags, *given, "--json", *LIMITS)
@@ -92,7 +92,7 @@ def written(tmp_path: Path, *receipts: dict[str, Any]) -> Path:
 
 
 def test_receipts_are_equal_one_by_one(
-    cadenza: Callable[..., Ran], model: Path, receipts: list[dict[str, Any]], tmp_path: Path
+    cadenza: Cadenza, model: Path, receipts: list[dict[str, Any]], tmp_path: Path
 ):
     assert receipts[0]["params"]["seed"] != receipts[1]["params"]["seed"]
     file = written(tmp_path, *receipts)
@@ -141,7 +141,7 @@ CHANGES: tuple[tuple[Callable[[dict[str, Any]], object], tuple[str, ...]], ...] 
 
 
 def test_a_changed_receipt_is_told_apart(
-    cadenza: Callable[..., Ran], model: Path, receipts: list[dict[str, Any]], tmp_path: Path
+    cadenza: Cadenza, model: Path, receipts: list[dict[str, Any]], tmp_path: Path
 ):
     file = written(tmp_path, *(changed(receipts[0], change) for change, _ in CHANGES))
     ran = cadenza("replay", file, "--model", model, "--json")
@@ -153,7 +153,7 @@ def test_a_changed_receipt_is_told_apart(
 
 
 def test_the_arithmetic_of_a_receipt_is_told_where_this_machine_has_it(
-    cadenza: Callable[..., Ran], model: Path, receipts: list[dict[str, Any]], tmp_path: Path
+    cadenza: Cadenza, model: Path, receipts: list[dict[str, Any]], tmp_path: Path
 ):
     revision = receipts[0]["fingerprint"]["arithmetic"].rpartition("-")[2]
     for name, is_told in (
@@ -199,7 +199,7 @@ def change_defaults(folder: Path) -> None:
     ],
 )
 def test_the_part_of_another_model_is_named(
-    cadenza: Callable[..., Ran],
+    cadenza: Cadenza,
     model: Path,
     receipts: list[dict[str, Any]],
     tmp_path: Path,
@@ -218,7 +218,7 @@ def test_the_part_of_another_model_is_named(
 
 
 def test_a_model_of_a_shorter_context_is_told_beside_other_verdicts(
-    cadenza: Callable[..., Ran], model: Path, receipts: list[dict[str, Any]], tmp_path: Path
+    cadenza: Cadenza, model: Path, receipts: list[dict[str, Any]], tmp_path: Path
 ):
     longer = changed(receipts[1], lambda each: each["fingerprint"].update(max_model_len=1 << 20))
     file = written(tmp_path, longer, receipts[0])
@@ -236,7 +236,7 @@ def flags_in(text: str) -> set[str]:
 
 
 def test_messages_name_parts_of_the_receipt_and_no_flags_of_other_commands(
-    cadenza: Callable[..., Ran], model: Path, receipts: list[dict[str, Any]], tmp_path: Path
+    cadenza: Cadenza, model: Path, receipts: list[dict[str, Any]], tmp_path: Path
 ):
     longer = changed(receipts[0], lambda each: each["fingerprint"].update(max_model_len=1 << 20))
     filled = changed(receipts[0], lambda each: each["params"].update(max_tokens=5000))
@@ -257,7 +257,7 @@ def test_messages_name_parts_of_the_receipt_and_no_flags_of_other_commands(
 
 
 def test_a_replay_without_a_model_says_that_it_took_the_bundled_one(
-    cadenza: Callable[..., Ran], receipts: list[dict[str, Any]], tmp_path: Path
+    cadenza: Cadenza, receipts: list[dict[str, Any]], tmp_path: Path
 ):
     ran = cadenza("replay", written(tmp_path, receipts[0]))
     assert ran.code == 1
@@ -265,7 +265,7 @@ def test_a_replay_without_a_model_says_that_it_took_the_bundled_one(
     assert "the checkpoint does not fit" in ran.out
 
 
-def test_a_file_that_is_no_receipt_is_refused(cadenza: Callable[..., Ran], tmp_path: Path):
+def test_a_file_that_is_no_receipt_is_refused(cadenza: Cadenza, tmp_path: Path):
     for content in ("", "{}", "no", '{"receipt": 1}\n{"receipt": 1}', "[1]"):
         file = tmp_path / "none.json"
         file.write_text(content)
@@ -276,7 +276,7 @@ def test_a_file_that_is_no_receipt_is_refused(cadenza: Callable[..., Ran], tmp_p
 
 
 def test_a_receipt_of_another_version_is_refused(
-    cadenza: Callable[..., Ran], receipts: list[dict[str, Any]], tmp_path: Path
+    cadenza: Cadenza, receipts: list[dict[str, Any]], tmp_path: Path
 ):
     ran = cadenza("replay", written(tmp_path, {**receipts[0], "receipt": 2}))
     assert ran.code == 2
@@ -284,7 +284,7 @@ def test_a_receipt_of_another_version_is_refused(
 
 
 def test_a_file_for_receipts_that_cannot_be_written_is_refused(
-    cadenza: Callable[..., Ran], model: Path, tmp_path: Path
+    cadenza: Cadenza, model: Path, tmp_path: Path
 ):
     file = tmp_path / "no" / "file"
     ran = cadenza("generate", "--model", model, "one", "--receipt", file, *SAMPLED)
@@ -293,7 +293,7 @@ def test_a_file_for_receipts_that_cannot_be_written_is_refused(
 
 
 def test_the_fingerprint_names_what_answers_depend_on(
-    cadenza: Callable[..., Ran], model: Path, tmp_path: Path
+    cadenza: Cadenza, model: Path, tmp_path: Path
 ):
     def answers(folder: Path, *flags: object) -> dict[str, Any]:
         (facts,) = cadenza("info", folder, "--json", *ENGINE, *flags).objects

@@ -1,6 +1,5 @@
 """What the words of a command are: models or prompts; files of prompts; answers to a question."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from cadenza.cli.words import (
     yes_or_no,
 )
 from cadenza.errors import ConfigError, InvalidRequestError
-from tests.cli.harness import Ran, run_cadenza
+from tests.cli.harness import Cadenza, run_cadenza
 
 
 def test_words_are_prompts_for_the_bundled_model():
@@ -127,9 +126,7 @@ SEVERAL = ("info", "verify", "chat", "bench load", "bench throughput")
 
 
 @pytest.mark.parametrize("command", SEVERAL)
-def test_the_flag_names_the_model_of_every_command(
-    cadenza: Callable[..., Ran], tmp_path: Path, command: str
-):
+def test_the_flag_names_the_model_of_every_command(cadenza: Cadenza, tmp_path: Path, command: str):
     absent = tmp_path / "absent"
     ran = cadenza(*command.split(), "--model", absent)
     assert (ran.code, f"the model folder '{absent}' does not exist" in ran.err) == (3, True)
@@ -145,9 +142,7 @@ def test_the_flag_names_the_model_of_every_command(
         ("nope", "the model folder 'nope' does not exist"),
     ],
 )
-def test_what_is_not_there_is_called_what_its_name_says(
-    cadenza: Callable[..., Ran], word: str, said: str
-):
+def test_what_is_not_there_is_called_what_its_name_says(cadenza: Cadenza, word: str, said: str):
     for words in (
         ["info", word],
         ["run", word, "hi"],
@@ -161,7 +156,7 @@ def test_a_gguf_file_that_is_not_there_is_no_folder_for_serve_either():
     assert (ran.code, "the GGUF file 'nope.gguf' does not exist" in ran.err) == (2, True)
 
 
-def test_a_name_alone_is_a_prompt_and_a_line_says_so(cadenza: Callable[..., Ran], model: Path):
+def test_a_name_alone_is_a_prompt_and_a_line_says_so(cadenza: Cadenza, model: Path):
     flags = ("--max-tokens", 1, "-np", 1, "-c", 64, "--max-num-batched-tokens", 64)
     ran = cadenza("generate", "and/or", *flags)
     assert (ran.code, ran.err.count("\n")) == (0, 1)

@@ -1,7 +1,7 @@
 """A wrong value of a flag is one line that names the flag, whatever the command."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ import pytest
 from typer.main import get_command
 
 from cadenza.cli.app import build_app
-from tests.cli.harness import Ran
+from tests.cli.harness import Cadenza
 
 CHOICES = re.compile(r"[a-z0-9_]+(\|[a-z0-9_\[\]:]+)+")
 """What the help shows of a flag with a few words for values."""
@@ -60,16 +60,14 @@ def test_the_commands_and_their_flags_are_found():
 TWO_SERVERS = ("--url", "a=http://127.0.0.1:9", "--url", "b=http://127.0.0.1:9")
 
 
-def check(cadenza: Callable[..., Ran], path: tuple[str, ...], flag: str, folder: Path) -> None:
+def check(cadenza: Cadenza, path: tuple[str, ...], flag: str, folder: Path) -> None:
     given = TWO_SERVERS if path == ("bench", "compare") else needed(COMMANDS[path], folder)
     ran = cadenza(*path, *given, flag, "nonsense")
     assert (ran.code, ran.out, ran.err.count("\n")) == (2, "", 1), ran
     assert flag in ran.err
 
 
-def test_a_wrong_value_of_a_flag_is_one_line_that_names_it(
-    cadenza: Callable[..., Ran], tmp_path: Path
-):
+def test_a_wrong_value_of_a_flag_is_one_line_that_names_it(cadenza: Cadenza, tmp_path: Path):
     """The first number, and the last flag with a few words for values."""
     for path, command in COMMANDS.items():
         flags = flags_of(command)
@@ -80,7 +78,7 @@ def test_a_wrong_value_of_a_flag_is_one_line_that_names_it(
 @pytest.mark.soak
 @pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
 def test_a_wrong_value_of_any_flag_is_one_line_that_names_it(
-    cadenza: Callable[..., Ran], path: tuple[str, ...], tmp_path: Path
+    cadenza: Cadenza, path: tuple[str, ...], tmp_path: Path
 ):
     for flag in flags_of(COMMANDS[path]):
         check(cadenza, path, flag, tmp_path)
