@@ -46,11 +46,7 @@ def bench_batching(
     return batching_result(found, options).show(shown)
 
 
-def bench_compare(
-    compared: CompareOptions,
-    options: LoadOptions,
-    shown: Shown,
-) -> int:
+def bench_compare(compared: CompareOptions, options: LoadOptions, shown: Shown) -> int:
     """Load servers in alternating rounds with the same requests, and compare their answers' times.
 
     Any server with the OpenAI API will do. Exits with 1 when a request failed, or a load is void.

@@ -76,10 +76,7 @@ def measure_startup(
         for repeat in range(repeats):
             report(f"warm start {repeat + 1} of {repeats}")
             warm.append(start_once(argument, Path(folder)))
-    return (
-        Startup(caches="cold", starts=tuple(cold)),
-        Startup(caches="warm", starts=tuple(warm)),
-    )
+    return (Startup(caches="cold", starts=tuple(cold)), Startup(caches="warm", starts=tuple(warm)))
 
 
 def start_once(argument: str, cache: Path) -> StartTimes:

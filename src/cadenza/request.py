@@ -149,10 +149,7 @@ class SamplingParams:
     ignore_eos: bool = parameter(False, "Go on after the end-of-sequence token.")
     stop_token_ids: SequenceOf[int] = parameter((), "Tokens that end the answer.", ListBound(128))
     stop: SequenceOf[str] = parameter(
-        (),
-        "Texts that end the answer, at most 64.",
-        ListBound(64, 256),
-        renamed="stop_sequences",
+        (), "Texts that end the answer, at most 64.", ListBound(64, 256), renamed="stop_sequences"
     )
     include_stop_str_in_output: bool = parameter(False, "Show the text that stopped it.")
     skip_special_tokens: bool = parameter(True, "Leave special tokens out of the text.")

@@ -206,10 +206,7 @@ class FrontEnd:
         book = HostBook(find_hosts, secret, number)
         places = [
             ReplicaPlace(
-                open_child=book.opener(at),
-                device=flags.config.device,
-                is_local=False,
-                front=number,
+                open_child=book.opener(at), device=flags.config.device, is_local=False, front=number
             )
             for at in range(flags.serve.replicas)
         ]
@@ -246,10 +243,7 @@ class FrontEnd:
         await self.service.stop()
 
 
-@serve.deployment(
-    health_check_period_s=2.0,
-    health_check_timeout_s=10.0,
-)
+@serve.deployment(health_check_period_s=2.0, health_check_timeout_s=10.0)
 @serve.ingress(DeferredApp())
 class Ingress:
     """The front end: HTTP, tokens in and out, and which engine has which stream."""

@@ -213,11 +213,7 @@ def test_requests_that_all_get_a_row_at_once_have_no_figures_of_waiting(num_requ
 def test_the_first_token_that_differs_is_named():
     runs = [
         PlayedRun(
-            mode=mode,
-            load=AT_ONCE,
-            round=1,
-            requests=[played([1, 2], tokens=tokens)],
-            num_steps=2,
+            mode=mode, load=AT_ONCE, round=1, requests=[played([1, 2], tokens=tokens)], num_steps=2
         )
         for mode, tokens in (("continuous", [5, 6]), ("static", [5, 6]), ("padded", [5, 7]))
     ]

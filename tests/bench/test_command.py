@@ -98,9 +98,7 @@ def test_throughput_prints_one_object_whose_figures_agree(run: Run, shape_file: 
             assert kept == pytest.approx(profile["step_ms"])
 
 
-def test_a_device_without_known_bounds_has_rates_without_shares(
-    capsys: pytest.CaptureFixture[str],
-):
+def test_a_device_without_known_bounds_has_rates_without_shares(capsys: pytest.CaptureFixture[str]):
     workload = Workload(input_len=20, output_len=6, repeats=2, concurrency=(1, 3))
     config = EngineConfig(backend="stub")
     with status_line("starting") as status:
@@ -151,9 +149,7 @@ def test_what_is_known_is_printed_while_the_rest_is_measured():
     ]
 
 
-def test_rates_with_a_bound_and_a_profile_are_tables_for_people(
-    capsys: pytest.CaptureFixture[str],
-):
+def test_rates_with_a_bound_and_a_profile_are_tables_for_people(capsys: pytest.CaptureFixture[str]):
     machine = Roofline(read_gb_s=45.0, gflop_s=970.0, dtype="bfloat16", method="native")
     timed = Timed(elapsed_s=2.0, num_tokens=8, num_steps=4, context=3.0)
     op = OpShare(op="linear", calls=6, ms=1.5, read_bytes=3 << 20)

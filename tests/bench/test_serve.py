@@ -110,10 +110,7 @@ def completed(server: ScriptedServer, *firsts: int, max_tokens: int = 5, **how: 
 
 
 def played(
-    server: ScriptedServer,
-    *plans: PlannedRequest,
-    clock: Clock = time.perf_counter,
-    **how: Any,
+    server: ScriptedServer, *plans: PlannedRequest, clock: Clock = time.perf_counter, **how: Any
 ) -> list[Any]:
     """The outcomes of these requests, one after the other."""
 

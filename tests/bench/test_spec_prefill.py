@@ -19,10 +19,7 @@ from cadenza_bench.spec_prefill.measure import (
     TaskResult,
 )
 from cadenza_bench.spec_prefill.options import ROOM, SpecPrefillOptions
-from cadenza_bench.spec_prefill.report import (
-    spec_prefill_charts,
-    spec_prefill_result,
-)
+from cadenza_bench.spec_prefill.report import spec_prefill_charts, spec_prefill_result
 from cadenza_bench.spec_prefill.runs import (
     BASELINES,
     bm25_scores,
@@ -168,12 +165,7 @@ def result(right: dict[str, float], whole: float = 1.0) -> SpecPrefillResult:
         likeness=likeness,
     )
     setting: dict[str, object] = {"model": "m", "dtype": "bfloat16", "ops": "native", "draft": "d"}
-    return SpecPrefillResult(
-        machine=MACHINE,
-        workload=setting,
-        results=(length,),
-        tasks=(*tasks,),
-    )
+    return SpecPrefillResult(machine=MACHINE, workload=setting, results=(length,), tasks=(*tasks,))
 
 
 MACHINE: dict[str, object] = {

@@ -232,8 +232,7 @@ def console_of(width: int, height: int) -> Console:
 
 @pytest.mark.parametrize("count", by_day([1, 2, 8, 20, 60], {1, 8, 60}))
 @pytest.mark.parametrize(
-    "size",
-    by_day([(80, 24), (120, 30), (200, 60), (40, 10), (20, 5)], [(80, 24), (20, 5)]),
+    "size", by_day([(80, 24), (120, 30), (200, 60), (40, 10), (20, 5)], [(80, 24), (20, 5)])
 )
 def test_a_frame_fits_the_terminal_at_every_step(
     text: TextFrontend, count: int, size: tuple[int, int]

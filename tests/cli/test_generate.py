@@ -13,12 +13,7 @@ from cadenza.loading.engine_plan import EnginePlan
 from tests.cli.harness import COMMAND, ENGINE, Cadenza, Ran
 
 PROMPTS = ("the quick brown", "one two", "three four five six seven the lazy dog")
-OPTIONS = {
-    "max_num_seqs": 4,
-    "max_model_len": 256,
-    "num_pages": 64,
-    "max_num_batched_tokens": 64,
-}
+OPTIONS = {"max_num_seqs": 4, "max_model_len": 256, "num_pages": 64, "max_num_batched_tokens": 64}
 
 
 @pytest.fixture(scope="module")

@@ -8,10 +8,7 @@ import pytest
 
 from cadenza.bench.serve_options import LoadOptions, ServerAddress
 from cadenza.bench.workloads import Workload
-from cadenza.cli.options import (
-    EngineFlags,
-    flags_of,
-)
+from cadenza.cli.options import EngineFlags, flags_of
 from cadenza.cli.sampling_flags import SamplingFlags
 from cadenza.config import EngineConfig, EngineOptions, config_from_options
 from cadenza.errors import ConfigError
@@ -210,10 +207,7 @@ def test_a_word_in_place_of_a_number_is_a_usage_error():
 def test_sampling_flags_change_only_what_was_given():
     _, sampling = parse("--top-k", "5", "--temperature", "0", "--ignore-eos")
     assert sampling.changes() == {"top_k": 5, "temperature": 0.0, "ignore_eos": True}
-    assert parse("--top-p", "0.5", "--min-p", "0.1")[1].changes() == {
-        "top_p": 0.5,
-        "min_p": 0.1,
-    }
+    assert parse("--top-p", "0.5", "--min-p", "0.1")[1].changes() == {"top_p": 0.5, "min_p": 0.1}
 
 
 def test_one_seed_is_the_requests_and_the_engines():

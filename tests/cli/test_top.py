@@ -265,11 +265,7 @@ def test_without_a_terminal_it_prints_lines(url: str, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ([], "--api-key"),
-        (["--api-key", KEY, "--model", "x"], None),
-    ],
+    ("arguments", "words"), [([], "--api-key"), (["--api-key", KEY, "--model", "x"], None)]
 )
 def test_a_missing_key_is_an_error_that_says_how_to_give_it(
     url: str, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str | None

@@ -143,11 +143,7 @@ def test_the_flag_names_the_model_of_every_command(cadenza: Cadenza, tmp_path: P
     ],
 )
 def test_what_is_not_there_is_called_what_its_name_says(cadenza: Cadenza, word: str, said: str):
-    for words in (
-        ["info", word],
-        ["run", word, "hi"],
-        ["quantize", word, "o", "--scheme", "int8"],
-    ):
+    for words in (["info", word], ["run", word, "hi"], ["quantize", word, "o", "--scheme", "int8"]):
         assert said in cadenza(*words).err
 
 

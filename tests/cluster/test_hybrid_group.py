@@ -32,11 +32,7 @@ pytestmark = [pytest.mark.native, pytest.mark.slow]
 
 SHAPES = by_day(["tiny-qwen3.5", "tiny-lfm2", "tiny-granite4"], {"tiny-qwen3.5"})
 CONFIG = EngineConfig(
-    max_num_seqs=4,
-    max_num_batched_tokens=48,
-    max_model_len=320,
-    num_pages=60,
-    max_itl_ms="none",
+    max_num_seqs=4, max_num_batched_tokens=48, max_model_len=320, num_pages=60, max_itl_ms="none"
 )
 PATIENT = WatchdogTimeouts(hung_after_s=TIMEOUT_S, backoff_s=0.0)
 NUM_REQUESTS = 16

@@ -131,12 +131,7 @@ QUESTIONS = "\n".join(
 )
 ANSWER_QUESTIONS = "cadenza generate --prompts-file questions.jsonl --chat"
 BATCH = json.dumps(
-    {
-        "custom_id": "a",
-        "method": "POST",
-        "url": "/v1/completions",
-        "body": {"prompt": "12 + 30 ="},
-    }
+    {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "12 + 30 ="}}
 )
 TABLE = (
     'cadenza generate "Once upon a time" --seed 7 --temperature 0.8 --max-tokens 16 '

@@ -37,9 +37,7 @@ def texts(notebook: dict[str, Any]) -> list[str]:
 
 
 def notebook_of(*sources: str) -> dict[str, Any]:
-    return {
-        "cells": [{"cell_type": "code", "source": [each], "outputs": []} for each in sources],
-    }
+    return {"cells": [{"cell_type": "code", "source": [each], "outputs": []} for each in sources]}
 
 
 def test_there_is_a_notebook() -> None:

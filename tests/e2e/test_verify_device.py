@@ -12,16 +12,7 @@ import pytest
 
 from cadenza.backends.base import RunnerSetup
 from cadenza.backends.xla.runner import XlaRunner
-from tests.xla.harness import (
-    NAN,
-    Lab,
-    Mode,
-    Variant,
-    random_requests,
-    replay,
-    serve,
-    shout,
-)
+from tests.xla.harness import NAN, Lab, Mode, Variant, random_requests, replay, serve, shout
 
 VARIANTS = {
     "hostile": Variant(),

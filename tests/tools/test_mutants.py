@@ -9,15 +9,7 @@ import pytest
 from rich.console import Console
 
 from tools import mutants
-from tools.mutants import (
-    Mutant,
-    MutantsError,
-    Outcome,
-    RunOptions,
-    SuiteRun,
-    Verdict,
-    VerdictFile,
-)
+from tools.mutants import Mutant, MutantsError, Outcome, RunOptions, SuiteRun, Verdict, VerdictFile
 
 pytestmark = pytest.mark.gates
 

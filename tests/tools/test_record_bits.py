@@ -31,11 +31,7 @@ def test_the_requests_of_a_recording_vary_every_option_that_reaches_the_engine()
 
 def test_a_recording_covers_both_op_tables_for_every_family() -> None:
     tables = {(case.ops, case.dtype) for case in all_cases()}
-    assert tables == {
-        ("native", "float32"),
-        ("native", "bfloat16"),
-        ("reference", "float32"),
-    }
+    assert tables == {("native", "float32"), ("native", "bfloat16"), ("reference", "float32")}
     assert len({case.shape for case in all_cases()}) * len(tables) == len(list(all_cases()))
 
 

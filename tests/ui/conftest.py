@@ -153,6 +153,5 @@ def watch(visit: Visit) -> None:
     page.on("pageerror", lambda error: faults.append(f"error: {error}"))
     page.on("dialog", lambda dialog: (faults.append("dialog"), dialog.dismiss()))
     page.on(
-        "request",
-        lambda asked: asked.url.startswith(known) or faults.append(f"left: {asked.url}"),
+        "request", lambda asked: asked.url.startswith(known) or faults.append(f"left: {asked.url}")
     )

@@ -32,14 +32,7 @@ from training.distill import (
 )
 from training.model import ModelShape, Weights, init_weights
 from training.mtp import has_tokens_before, init_mtp, mtp_states
-from training.train import (
-    Batch,
-    Figures,
-    Objective,
-    Plan,
-    load_saved,
-    train,
-)
+from training.train import Batch, Figures, Objective, Plan, load_saved, train
 
 SHAPE = ModelShape(
     vocab_size=64,

@@ -9,12 +9,7 @@ from hypothesis import strategies as st
 from cadenza.batch.step_cost import StepCost
 from cadenza.checkpoint.random_checkpoint import named_shape
 from cadenza.errors import ConfigError, InvalidRequestError
-from cadenza.loading.draft import (
-    cost_of_shape,
-    cost_of_steps,
-    refuse_loss,
-    sparse_gain,
-)
+from cadenza.loading.draft import cost_of_shape, cost_of_steps, refuse_loss, sparse_gain
 from cadenza.models.model_config import ModelConfig
 from cadenza.sparse_prefill import (
     CHUNK,

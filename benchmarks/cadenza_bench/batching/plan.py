@@ -199,8 +199,7 @@ class BatchingOptions:
         "and a load of all requests at once).",
     )
     request_rate: tuple[float, ...] | None = flag(
-        None,
-        "Arrivals a second at random (Poisson), one load for each number; inf: all at once.",
+        None, "Arrivals a second at random (Poisson), one load for each number; inf: all at once."
     )
     prompt_lens: tuple[int, int] | None = flag(
         None, "Tokens of each prompt (default: 16:128).", "--input-len"

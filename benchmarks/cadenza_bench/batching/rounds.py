@@ -27,12 +27,7 @@ from cadenza_bench.batching.figures import (
     PlayedRun,
     first_token_difference,
 )
-from cadenza_bench.batching.plan import (
-    BatchingLoad,
-    BatchingMode,
-    BatchingOptions,
-    BatchingPlan,
-)
+from cadenza_bench.batching.plan import BatchingLoad, BatchingMode, BatchingOptions, BatchingPlan
 from cadenza_bench.batching.player import POLICIES, BatchPlayer, PlayedRequest, PlayTask, Timing
 
 RATE_STEPS = 16

@@ -11,12 +11,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Literal, get_args
 
-from cadenza.bench.workloads import (
-    MAX_DRAWN_LEN,
-    MAX_NUM_REQUESTS,
-    check_lengths,
-    check_whole,
-)
+from cadenza.bench.workloads import MAX_DRAWN_LEN, MAX_NUM_REQUESTS, check_lengths, check_whole
 from cadenza.config import MAX_SEED, SchedulingPolicy
 from cadenza.errors import ConfigError
 from cadenza.option import flag

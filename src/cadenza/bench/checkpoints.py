@@ -55,11 +55,7 @@ def make_checkpoint(weights: RandomWeights, folder: Path, report: OnStatus) -> N
     """Raises CheckpointError where the folder is not new or empty."""
     with ThreadPoolExecutor(1) as pool:
         writing = pool.submit(
-            write_random_checkpoint,
-            weights.shape,
-            folder,
-            seed=weights.seed,
-            dtype=weights.dtype,
+            write_random_checkpoint, weights.shape, folder, seed=weights.seed, dtype=weights.dtype
         )
         tenths = 0
         while wait([writing], timeout=_POLL_S).not_done:

@@ -22,12 +22,7 @@ from cadenza.checkpoint.tensor_formats import StoredFormat, stored_bytes
 from cadenza.config import KVCacheDType, Quantization
 from cadenza.models.declaration import declare
 from cadenza.models.model_config import ModelConfig
-from cadenza.models.operations import (
-    expert_tensors,
-    head_tensor,
-    mixtures_of,
-    pair_operations,
-)
+from cadenza.models.operations import expert_tensors, head_tensor, mixtures_of, pair_operations
 from cadenza.weights.tensor_spec import TensorSpec, tensors_of
 from cadenza.weights.weight_format import WeightDType
 
@@ -211,9 +206,7 @@ def _gated_tensors(config: ModelConfig) -> list[TensorSpec]:
 
 
 def _experts_cost(
-    config: ModelConfig,
-    experts: list[list[TensorSpec]],
-    size: Callable[[list[TensorSpec]], int],
+    config: ModelConfig, experts: list[list[TensorSpec]], size: Callable[[list[TensorSpec]], int]
 ) -> ExpertsCost | None:
     if config.experts is None or not experts:
         return None

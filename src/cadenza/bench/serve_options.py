@@ -171,9 +171,7 @@ class LoadOptions:
         "--input-len",
     )
     output_lens: tuple[int, int] | None = flag(
-        None,
-        "Tokens of each answer (default: 16:128; of a file: as it says).",
-        "--output-len",
+        None, "Tokens of each answer (default: 16:128; of a file: as it says).", "--output-len"
     )
     prefix_repetition_num_prefixes: int = flag(10, "Prefixes of prefix-repetition.")
     prefix_repetition_prefix_len: int = flag(256, "Tokens of such a prefix.")

@@ -76,10 +76,7 @@ def _with_quick(command: BenchCommand, flagged: Callable[..., object]) -> Callab
 
     signature = inspect.signature(flagged)
     added = inspect.Parameter(
-        "quick",
-        inspect.Parameter.KEYWORD_ONLY,
-        default=False,
-        annotation=Annotated[bool, option],
+        "quick", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, option]
     )
     parameters = [*signature.parameters.values(), added]
     vars(run)["__signature__"] = signature.replace(parameters=parameters)

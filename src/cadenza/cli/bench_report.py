@@ -164,11 +164,7 @@ _URL: Mapping[str, Any] = {
 ENOUGH_FOR_P99 = 100
 
 
-def bench_serve(
-    address: Annotated[ServerAddress, _URL],
-    options: LoadOptions,
-    shown: Shown,
-) -> int:
+def bench_serve(address: Annotated[ServerAddress, _URL], options: LoadOptions, shown: Shown) -> int:
     """Load a server that has the OpenAI API with streamed answers, and time them.
 
     Exits with 1 when a request failed, or when a load is void because this client took too much.

@@ -75,11 +75,7 @@ class ChatFlags:
 
 
 def chat(
-    model: ModelArgument = None,
-    *,
-    flags: ChatFlags,
-    sampling: SamplingFlags,
-    config: EngineFlags,
+    model: ModelArgument = None, *, flags: ChatFlags, sampling: SamplingFlags, config: EngineFlags
 ) -> int:
     """Talk with a model. /help lists the commands, /bye ends.
 

@@ -34,11 +34,7 @@ class ExportFlags:
     revision: str | None = flag(None, "Branch, tag or commit of a hub model.", metavar="NAME")
 
 
-def export(
-    flags: ExportFlags,
-    words: ModelAndOut,
-    model: SourceModelFlag = None,
-) -> None:
+def export(flags: ExportFlags, words: ModelAndOut, model: SourceModelFlag = None) -> None:
     """Compile a model's step ahead, into a folder that --backend iree serves, without loading JAX.
 
     Needs IREE's compiler (the extra iree-export).

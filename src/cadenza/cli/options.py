@@ -115,8 +115,7 @@ _TUPLES: Mapping[object, tuple[Callable[[str], object], str]] = {
     ),
     tuple[int, int]: (
         parsed(
-            _low_and_high,
-            "neither a whole number nor two with a colon between, such as 16:512",
+            _low_and_high, "neither a whole number nor two with a colon between, such as 16:512"
         ),
         "N|LOW:HIGH",
     ),

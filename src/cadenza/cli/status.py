@@ -32,10 +32,7 @@ class PlainStatus:
     """A line on stderr every `every_s` seconds, if something else is being done by then."""
 
     def __init__(
-        self,
-        first: str,
-        every_s: float = EVERY_S,
-        write: Callable[[str], object] = _to_stderr,
+        self, first: str, every_s: float = EVERY_S, write: Callable[[str], object] = _to_stderr
     ) -> None:
         self._write = write
         self._text, self._written = first, ""

@@ -13,15 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from cadenza.cli.options import EngineFlags, JsonFlag, ModelArgument, ModelFlag
-from cadenza.cli.report import (
-    Column,
-    Columns,
-    as_object,
-    as_table,
-    json_line,
-    keys,
-    show_result,
-)
+from cadenza.cli.report import Column, Columns, as_object, as_table, json_line, keys, show_result
 from cadenza.cli.status import status_line
 from cadenza.config import DEFAULT_MAX_NUM_SEQS, EngineConfig
 from cadenza.errors import ConfigError
@@ -290,8 +282,7 @@ class ReplayAt:
 
 def replay(
     files: Annotated[
-        list[str],
-        typer.Argument(metavar="FILE…", help="Receipts: JSON, or one a line."),
+        list[str], typer.Argument(metavar="FILE…", help="Receipts: JSON, or one a line.")
     ],
     *,
     model: ModelFlag = None,

@@ -33,12 +33,7 @@ from cadenza.engine.route_report import RouteReport
 from cadenza.engine.stats import EngineStats
 from cadenza.engine.step_watch import EngineChange, LiveNews, OnNews
 from cadenza.engine.timeouts import RequestTimeouts
-from cadenza.errors import (
-    CadenzaError,
-    EngineClosedError,
-    EngineUnavailableError,
-    QueueFullError,
-)
+from cadenza.errors import CadenzaError, EngineClosedError, EngineUnavailableError, QueueFullError
 from cadenza.events import Event
 from cadenza.fingerprint import Fingerprint
 from cadenza.request import Request

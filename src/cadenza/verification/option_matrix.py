@@ -9,11 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
-from cadenza.structured import (
-    CompileConstraint,
-    ConstraintSpec,
-    StructuredOutput,
-)
+from cadenza.structured import CompileConstraint, ConstraintSpec, StructuredOutput
 from cadenza.text.constraints.token_constraint import ConstraintCompiler
 from cadenza.text.schemas.grammar import grammar_of
 from cadenza.verification.workload import Arrival
@@ -238,10 +234,7 @@ OPTIONS = (
     _fixed("n", 1, 2, 3),
     _fixed("logprobs", None, 0, 5),
     _fixed("prompt_logprobs", None, 0, 3),
-    Option(
-        FORM_FIELD,
-        (lambda _: None, lambda sets: sets.text_form, lambda sets: sets.json_form),
-    ),
+    Option(FORM_FIELD, (lambda _: None, lambda sets: sets.text_form, lambda sets: sets.json_form)),
 )
 
 

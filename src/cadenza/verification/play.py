@@ -202,9 +202,7 @@ class Round:
         self._seen: dict[int, None] = {}
 
     def interrupt_by(
-        self,
-        interrupt: Callable[[Interruption], EngineCore],
-        make_core: Callable[[], EngineCore],
+        self, interrupt: Callable[[Interruption], EngineCore], make_core: Callable[[], EngineCore]
     ) -> None:
         self._interrupt, self._make_core = interrupt, make_core
 

@@ -199,9 +199,7 @@ def _of_receipt(error: CadenzaError) -> str:
 
 def _verdict(each: NamedReceipt, differences: Iterable[str]) -> Replayed:
     return Replayed(
-        source=each.source,
-        num_tokens=len(each.receipt.token_ids),
-        differences=tuple(differences),
+        source=each.source, num_tokens=len(each.receipt.token_ids), differences=tuple(differences)
     )
 
 

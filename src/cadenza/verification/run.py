@@ -24,12 +24,7 @@ from cadenza.engine.model_drafter import DraftModel
 from cadenza.engine.scoring_steps import PromptScorerModel
 from cadenza.engine.step_works import WorkOptions
 from cadenza.errors import ConfigError
-from cadenza.loading.build import (
-    constraint_compiler,
-    find_configured,
-    load_runners,
-    plan_model,
-)
+from cadenza.loading.build import constraint_compiler, find_configured, load_runners, plan_model
 from cadenza.loading.engine_plan import EnginePlan, pages_at_once, with_pool
 from cadenza.loading.planned_engine import PlannedEngine
 from cadenza.models.model_config import window_of
