@@ -21,7 +21,7 @@ from cadenza_bench.batching.plan import (
     BatchingPlan,
 )
 from cadenza_bench.batching.player import POLICIES, BatchPlayer, PlayedRequest, PlayTask
-from cadenza_bench.batching.report import batching_charts, batching_result
+from cadenza_bench.batching.report import batching_result
 from cadenza_bench.batching.rounds import Compared, compare_modes, fitted_config, rate_workload
 from tests.bench.batching_cases import (
     ANSWERS,
@@ -249,52 +249,7 @@ def test_a_pool_without_room_for_all_rows_is_refused():
         compare_modes(core, small_plan(), lambda _: None)
 
 
-def test_charts_have_a_line_for_each_mode_and_a_timeline():
-    plan = small_plan(loads=(BatchingLoad(clients=1), BatchingLoad(clients=2), AT_ONCE), repeats=1)
-    charts = {each.name: each for each in batching_charts(result(plan, compared(plan)))}
-    assert set(charts) == {
-        *("throughput_clients", "ttft_clients", "throughput_at_once", "ttft_at_once"),
-        *("gain", "timeline"),
-    }
-    lines = charts["throughput_clients"]
-    assert (lines.kind, [each.label for each in lines.series]) == ("line", list(plan.modes))
-    assert [x for x, _ in lines.series[0].points] == [1, 2]
-    timeline = charts["timeline"].series[0]
-    assert [point[0] for point in timeline.points] == list(range(plan.num_requests))
-
-
 # The command
-
-
-@pytest.mark.parametrize(
-    ("arguments", "word"),
-    [
-        (("--modes", "static"), "continuous"),
-        (("--modes", "continuous,dynamic"), "'dynamic'"),
-        (("--modes", "continuous,continuous"), "twice"),
-        (("--setting", "E"), "--setting"),
-        (("--setting", "B", "--concurrency", "4"), "--concurrency"),
-        (("--setting", "D", "--modes", "continuous"), "--modes"),
-        (("--check",), "--setting"),
-        (("--request-rate", "0"), "--request-rate"),
-        (("--concurrency", "0"), "--concurrency"),
-        (("--num-requests", "0"), "--num-requests"),
-        (("--max-num-seqs", "0"), "--max-num-seqs"),
-        (("--repeats", "0"), "--repeats"),
-        (("--output-len", "9:2"), "--output-len"),
-        (("--batching", "static"), "--modes"),
-        (("--prefix-cache-disk", "folder"), "--prefix-cache-disk"),
-        (("--setting", "D", "--no-enable-prefix-caching"), "prefix cache"),
-        (("--max-model-len", "64"), "--max-model-len"),
-    ],
-)
-def test_what_cannot_be_compared_is_refused_by_name(
-    arguments: tuple[str, ...], word: str, capsys: pytest.CaptureFixture[str]
-):
-    assert main(["bench", "batching", *arguments]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert word in captured.err
 
 
 def test_the_engine_has_the_rows_and_the_context_of_the_plan():

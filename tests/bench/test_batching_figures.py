@@ -1,19 +1,16 @@
 """The figures of `cadenza bench batching`: rates, gains, bars, and what is printed of them."""
 
 import math
-import re
 from dataclasses import replace
 
 import pytest
 
 from cadenza.bench.workloads import PlannedRequest
-from cadenza.cli.report import Shown
 from cadenza_bench.batching.bars import Bar, StepRates, ideal_gain, static_steps, waiting
 from cadenza_bench.batching.figures import ModeFigures, PlayedRun, first_token_difference
-from cadenza_bench.batching.plan import BatchingLoad, BatchingOptions
+from cadenza_bench.batching.plan import BatchingLoad
 from cadenza_bench.batching.player import PlayedRequest
-from cadenza_bench.batching.report import batching_result
-from tests.bench.batching_cases import ANSWERS, AT_ONCE, ROWS, compared, planned, result, small_plan
+from tests.bench.batching_cases import ANSWERS, AT_ONCE, ROWS, compared, planned, small_plan
 
 # What lengths and rates allow
 
@@ -221,41 +218,3 @@ def test_the_first_token_that_differs_is_named():
     found = first_token_difference(runs)
     assert found is not None
     assert (found.mode, found.position, found.found, found.expected) == ("padded", 1, 7, 6)
-
-
-def tables(text: str) -> list[list[dict[str, str]]]:
-    """The rows of each table, by heading; a heading that comes again ends with its number."""
-    found: list[list[dict[str, str]]] = []
-    heads: list[str] = []
-    for line in text.splitlines():
-        cells = re.split(r"\s{2,}", line.strip())
-        if cells[0] == "mode":
-            heads = [f"{each}{cells[:at].count(each) or ''}" for at, each in enumerate(cells)]
-            found.append([])
-        elif heads and len(cells) == len(heads):
-            found[-1].append(dict(zip(heads, cells, strict=True)))
-        elif found and found[-1]:
-            heads = []
-    return found
-
-
-@pytest.mark.parametrize("repeats", [1, 3])
-def test_a_printed_gain_is_the_ratio_of_the_columns_beside_it(
-    repeats: int, capsys: pytest.CaptureFixture[str]
-):
-    plan = small_plan(repeats=repeats)
-    batching_result(result(plan, compared(plan)), BatchingOptions()).show(Shown())
-    closed, at_once, waits = tables(capsys.readouterr().out)
-    for table in (closed, at_once, waits):
-        assert [each["mode"] for each in table] == list(plan.modes)
-        for rate, gain, is_rate in (
-            ("tok/s", "gain", True),
-            ("steps", "step gain", False),
-            ("tokens a step", "step gain", True),
-        ):
-            if rate in table[0]:
-                first, *others = (float(each[rate]) for each in table)
-                ratios = [first / each if is_rate else each / first for each in others]
-                shown = [float(each[gain]) for each in table[1:]]
-                assert shown == pytest.approx(ratios, abs=0.011, rel=0.002), rate
-    assert [each["gain"] for each in (closed[0], at_once[0], waits[0])] == ["–"] * 3

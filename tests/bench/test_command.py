@@ -236,28 +236,6 @@ def test_startup_prints_the_phases_of_the_middle_start_and_the_worst(
     assert "the start of the median time of 3 starts" in out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "word"),
-    [
-        (("throughput", "--concurrency", "four"), 2, "--concurrency"),
-        (("throughput", "--concurrency", "0"), 2, "--concurrency"),
-        (("throughput", "--output-len", "1"), 2, "--output-len"),
-        (("throughput", "--repeats", "0"), 2, "--repeats"),
-        (("throughput", "folder", "--shape", "tiny-llama"), 2, "--shape"),
-        (("throughput", "--shape", "no-such-shape"), 3, "no-such-shape"),
-        (("startup", "--repeats", "0"), 2, "--repeats"),
-        (("make-checkpoint", "out", "--shape", "tiny-llama", "--dtype", "int8"), 2, "--dtype"),
-        (("make-checkpoint", "out", "--shape", "tiny-llama", "--seed", "-1"), 2, "--seed"),
-    ],
-)
-def test_what_cannot_be_measured_is_refused_by_name(
-    run: Run, arguments: tuple[str, ...], code: int, word: str
-):
-    found, out, err = run(*arguments)
-    assert (found, out) == (code, "")
-    assert word in err
-
-
 APP: Any = get_command(build_app())
 BENCH: Any = APP.commands["bench"]
 

@@ -191,39 +191,6 @@ def test_a_server_that_is_not_there_or_serves_nothing_is_named():
         measured(ScriptedServer(url=f"http://127.0.0.1:{port}"), LoadOptions())
 
 
-@pytest.mark.parametrize(
-    ("flags", "named"),
-    [
-        (("--concurrency", "0"), "--concurrency 0"),
-        (("--concurrency", "x"), "'--concurrency': 'x'"),
-        (("--input-len", "5:2"), "--input-len 5:2"),
-        (("--output-len", "a:b"), "'--output-len': 'a:b'"),
-        (("--request-rate", "0"), "--request-rate 0"),
-        (("--vocab-size", "3"), "--vocab-size 3"),
-        (("--num-requests", "0"), "--num-requests 0"),
-        (("--goodput", "itl:5"), "'itl:5' must be ttft, tpot or e2el"),
-        (("--goodput", "ttft:0"), "'ttft:0' must be"),
-        (("--burstiness", "0"), "--burstiness 0"),
-        (("--metric-percentiles", "50,101"), "--metric-percentiles 101"),
-        (("--num-warmups", "-1"), "--num-warmups -1"),
-        (("--max-client-share", "0"), "--max-client-share 0"),
-        (("--probe-request-rate", "-1"), "--probe-request-rate -1"),
-        (("--sweep", "0"), "--sweep 0"),
-        (("--sweep", "3", "--request-rate", "2"), "each set the rate"),
-        (("--ramp-up-strategy", "linear"), "go together"),
-        (("--ramp-up-end-rps", "8"), "go together"),
-        (("--dataset", "sharegpt"), "needs --dataset-path"),
-        (("--dataset-path", "x.json"), "draws its prompts"),
-        (("--dataset", "alpaca"), "--dataset 'alpaca' is not one of random, sharegpt"),
-    ],
-)
-def test_flags_that_cannot_work_are_refused_before_anything_is_sent(
-    flags: tuple[str, ...], named: str, capsys: pytest.CaptureFixture[str]
-):
-    assert main(["bench", "serve", "http://127.0.0.1:9", *flags]) == 2
-    assert named in capsys.readouterr().err
-
-
 def test_a_text_that_is_no_url_is_refused():
     with pytest.raises(ConfigError, match="is no URL"):
         ServerAddress(url="127.0.0.1:8000")

@@ -322,11 +322,6 @@ def test_traffic_out_of_bounds_is_refused(fields: dict[str, object], words: str)
     assert words in str(caught.value)
 
 
-def test_a_cost_and_a_model_are_refused_together(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "simulate", "somewhere", "--step-cost", "5,1,1,1"]) == 2
-    assert "give one" in capsys.readouterr().err
-
-
 def test_a_folder_for_pages_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     folder = tmp_path / "pages"
     given = ["--step-cost", "5,1,1,1", "--prefix-cache-disk", str(folder)]

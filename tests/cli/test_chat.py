@@ -157,17 +157,6 @@ def test_run_answers_its_words_as_one_message_and_puts_what_is_piped_behind_them
     assert cadenza("run", model, "the", "--system", "be quick", *FLAGS).out == f"{told}\n"
 
 
-def test_run_without_a_model_or_a_prompt_is_refused(cadenza: Cadenza, model: Path):
-    for words, said in (
-        ((), "name it first, or by --model"),
-        (("What is this?",), "the first word is the model, and 'What is this?' is none"),
-        ((model,), "there is no prompt"),
-    ):
-        ran = cadenza("run", *words)
-        assert (ran.code, ran.out, ran.err.count("\n")) == (2, "", 1)
-        assert said in ran.err
-
-
 def test_run_of_a_model_without_chat_template_is_refused(cadenza: Cadenza, bare_model: Path):
     ran = cadenza("run", bare_model, "the", *FLAGS)
     assert (ran.code, "chat template" in ran.err) == (2, True)

@@ -99,21 +99,6 @@ def test_a_variable_for_all_commands_is_no_wrong_use_where_a_server_is_asked(
     assert said in cadenza("verify", "--url", NOWHERE).err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("--api-key", "x"), "--api-key changes nothing without --url"),
-        (("--num-requests", "0"), "--num-requests 0 must be 1 or more"),
-    ],
-)
-def test_what_would_be_ignored_is_refused(
-    cadenza: Cadenza, arguments: tuple[str, ...], said: str
-) -> None:
-    ran = cadenza("verify", *arguments)
-    assert ran.code == 2
-    assert said in ran.err
-
-
 def test_info_tells_no_recommendation_that_is_not_followed(
     cadenza: Cadenza, model: Path, tmp_path: Path
 ) -> None:

@@ -151,22 +151,6 @@ def test_chat_renders_each_prompt_as_a_message(cadenza: Cadenza, model: Path, ll
     assert tuple(ran.objects[0]["token_ids"]) == expected.outputs[0].token_ids
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("--max-tokens", 5000), "maximum context length is"),
-        (("--temperature", -1), "temperature is -1"),
-        (("--logprobs", 99, "--json"), "logprobs is 99"),
-    ],
-)
-def test_a_request_that_cannot_be_served_exits_with_2(
-    cadenza: Cadenza, model: Path, arguments, said: str
-):
-    ran = cadenza("generate", model, "the", *arguments, *ENGINE)
-    assert (ran.code, ran.out, ran.err.count("\n")) == (2, "", 1)
-    assert said in ran.err
-
-
 def test_texts_for_a_model_without_tokenizer_exit_with_2_and_ids_are_served(
     cadenza: Cadenza, bare_model: Path
 ):

@@ -88,31 +88,6 @@ def test_a_number_that_is_none_names_the_flag_and_not_its_aliases(cadenza: Caden
     assert "--decode-concurrency" not in ran.err
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("no-such-command",),
-        ("generate", "a", "--no-such-flag"),
-        ("generate", "a", "--max-num-seqs", "many"),
-        ("generate", "a", "--max-num-seqs", "0"),
-        ("generate", "a", "--backend", "abacus"),
-        ("generate", "a", "--logprobs", "2"),
-        ("generate", "a", "--prompts-format", "text"),
-        ("generate", "--prompts-file", "absent.txt"),
-        ("generate",),
-        ("info", "a", "--model", "b"),
-        ("info", "a", "b"),
-    ],
-)
-def test_wrong_use_exits_with_2_and_one_line(cadenza: Cadenza, arguments):
-    ran = cadenza(*arguments)
-    assert ran.code == 2
-    assert ran.out == ""
-    assert ran.err.startswith("cadenza")
-    assert ": error: " in ran.err
-    assert ran.err.count("\n") == 1
-
-
 @pytest.mark.parametrize("command", ["generate", "chat", "run"])
 def test_sampling_that_cannot_work_is_refused_before_a_model_is_opened(
     cadenza: Cadenza, tmp_path: Path, command: str

@@ -93,25 +93,6 @@ def test_what_is_not_given_is_left_to_the_model():
     assert SamplingFlags().changes() == {}
 
 
-@pytest.mark.parametrize(
-    ("flag", "value"),
-    [
-        *(("--logit-bias", value) for value in ("{", "[1]", '{"a": 1}', '{"1": "x"}', "[" * 5000)),
-        *(("--stop-token-ids", value) for value in ("", "a", "1;2")),
-        ("--allowed-token-ids", "1,,2"),
-        *(("--speculative", value) for value in ("yes", "-1", "1.5")),
-        ("--json-schema", "no-such-file"),
-        ("--grammar", "no-such-file"),
-    ],
-)
-def test_a_value_that_cannot_be_read_is_wrong_use(
-    cadenza: Cadenza, model: Path, flag: str, value: str
-):
-    ran = cadenza("generate", model, "the", flag, value, *ENGINE)
-    assert (ran.code, ran.out) == (2, "")
-    assert flag in ran.err
-
-
 def test_a_stop_string_ends_the_answer_and_is_told(cadenza: Cadenza, model: Path):
     flags = ("--temperature", 1.5, "--seed", 8, "--ignore-eos", "--json", *ENGINE)
     whole = cadenza("generate", model, "the", *flags).objects[0]

@@ -38,29 +38,6 @@ def test_what_did_not_occur_is_no_mismatch(cadenza: Cadenza, model: Path):
     assert "REFERENCE-EXACT NOT SHOWN accepted_drafts in overlapped loop" in found["last_line"]
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (("--options", "some"), "--options 'some' is not one of none, all"),
-        (("--options", "all", "--num-requests", 9), "leave --num-requests out"),
-        (("--self-test", "--url", "http://127.0.0.1:1"), "and --self-test is for here"),
-        (("--portable", "--url", "http://127.0.0.1:1"), "and --portable is for here"),
-        (("--shape", "tiny-llama", "--url", "http://127.0.0.1:1"), "and --shape tiny-llama is"),
-        (("some/model", "--url", "http://127.0.0.1:1"), "and the model some/model is for here"),
-        (
-            ("--options", "all", "--num-requests", 9, "--url", "http://127.0.0.1:1"),
-            "leave --num-requests out",
-        ),
-    ],
-)
-def test_flags_that_do_not_go_together_are_refused(
-    cadenza: Cadenza, flags: tuple[object, ...], said: str
-):
-    ran = cadenza("verify", *flags)
-    assert ran.code == 2
-    assert said in ran.err
-
-
 def test_the_portable_digest_tells_weights_apart(cadenza: Cadenza, model: Path):
     def digest(*flags: object) -> str:
         given = ("--portable", "--reference", "solo", "--num-requests", 6, "--max-tokens", 4)
