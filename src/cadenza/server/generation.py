@@ -39,7 +39,6 @@ INLINE_BYTES = 16 << 10
 """Larger bodies are decoded on a thread, as all prompts are tokenised, not on the event loop."""
 
 MAX_INLINE_OUTPUTS = 16  # answers to more prompts are encoded on a thread
-
 SPEC_PREFILL = "x-cadenza-spec-prefill"  # the header that says how much of the prompts is computed
 
 

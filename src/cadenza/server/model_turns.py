@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 IDLE_S = 1.0  # a model that was used less than this ago counts as in use: its client may call again
-
 TURN_S = 5.0
 
 ModelState = Literal["unloaded", "loading", "ready", "draining", "unloading"]

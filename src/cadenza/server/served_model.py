@@ -37,10 +37,8 @@ from cadenza.server.tenants import TenantUse
 from cadenza.tenant import Tenant
 
 DEFAULT_TAG = ":latest"  # the tag that Ollama's clients add to a model's name that has none
-
 MAX_LOAD_S = 24 * 3600.0
 RETRY_S = 0.25  # between two attempts to submit a prompt to an engine that is being restarted
-
 FURTHER_PER_ROW, FURTHER_AT_ONCE = 2, 48
 """Open requests, by row and in any case, up to which calls with many prompts submit further ones:
 enough to keep every row busy."""

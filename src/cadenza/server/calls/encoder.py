@@ -17,7 +17,6 @@ from cadenza.server.calls.record import AnswerTimes, Usage
 from cadenza.server.errors import ApiError
 
 KEEP_ALIVE = b": keep-alive\n\n"  # a comment
-
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
 
 LogprobEntry = Mapping[int, Logprob]  # the chosen token of a position, first, and the likeliest

@@ -28,30 +28,29 @@ from cadenza.server.fields.types import (
 )
 from cadenza.text.templates.notices import Notices
 
-UnknownFields = Literal["refuse", "suggest", "ignore"]
-"""`refuse` refuses all that have a value, `suggest` likely typing errors, `ignore` none."""
-
-MAX_IGNORED = 32  # names that are kept of a request
-
-MAX_NEAR_CHECKS = 64  # unknown fields of a request whose names are compared with the known ones
-
-MAX_SHOWN_NAME_CHARS = 64
-_LONG_NAME_CHARS, _SHORT_NAME_CHARS = 10, 5
 logger = logging.getLogger(__name__)
-IGNORED_HEADER = "x-cadenza-ignored"
-_FIELD = (
-    "ignored %s in a request, which is unknown here (said once for each name; --strict-fields "
-    "refuses such fields)"
-)
-
-_FORMAT = (
-    "%s of a schema is an annotation here, which no answer is held to (said once for each name)"
-)
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 D = TypeVar("D")
 ObjectT = TypeVar("ObjectT", bound="DeclaredObject")
+
+UnknownFields = Literal["refuse", "suggest", "ignore"]
+"""`refuse` refuses all that have a value, `suggest` likely typing errors, `ignore` none."""
+
+MAX_IGNORED = 32  # names that are kept of a request
+MAX_NEAR_CHECKS = 64  # unknown fields of a request whose names are compared with the known ones
+MAX_SHOWN_NAME_CHARS = 64
+_LONG_NAME_CHARS, _SHORT_NAME_CHARS = 10, 5
+
+IGNORED_HEADER = "x-cadenza-ignored"
+_FIELD = (
+    "ignored %s in a request, which is unknown here (said once for each name; --strict-fields "
+    "refuses such fields)"
+)
+_FORMAT = (
+    "%s of a schema is an annotation here, which no answer is held to (said once for each name)"
+)
 
 
 class Effect(Enum):

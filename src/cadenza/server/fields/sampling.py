@@ -53,7 +53,6 @@ from cadenza.server.fields.types import (
 from cadenza.sparse_prefill import LEAST_KEEP, MAX_SPANS, MAX_THRESHOLD, MOST_KEEP, When
 
 MAX_CHOICES = 2048  # answers of one call: its prompts times `n`
-
 MAX_PROMPT_TOKENS = 1 << 24
 MAX_PROMPT_CHARS = 1 << 26
 

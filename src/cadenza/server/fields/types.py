@@ -19,7 +19,6 @@ T_co = TypeVar("T_co", covariant=True)
 Schema = dict[str, Any]
 
 NULL: Schema = {"type": "null"}  # also the schema of undeclared members: null counts as absent
-
 MAX_JSON_DEPTH = 64
 MAX_LENIENT_BYTES = 1 << 16
 """Up to this size a body that is not strict JSON is decoded again by a decoder that allows NaN."""

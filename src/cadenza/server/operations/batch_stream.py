@@ -24,7 +24,6 @@ SUMMED = ("computed", "total", "cached", "new", "drafts", "preempted")
 """Fields of a row, which are summed for the rows that a viewer may not see."""
 
 RATE_WAIT_S = 1.0  # how long an answer waits, where rows run, for a summary of at least one step
-
 FIRST_WAIT_S = 2.0
 """How long it waits for any: an engine tells between two steps, and one may take long."""
 

@@ -29,7 +29,6 @@ from cadenza.server.openapi import COUNT, TEXT, AnswerSchema, list_of, object_of
 MAX_TOKENS = 512
 MAX_RECEIPT_CHARS = 4 << 20
 HELD_BACK = 64  # further tokens that a replay may compute: a stop string's own are in no receipt
-
 ELSEWHERE = "`cadenza replay` computes it again in a process of its own, on any machine"
 
 _encode = msgspec.json.encode

@@ -39,7 +39,6 @@ from cadenza.server.pooling.embeddings import (
 )
 
 MAX_DOCUMENTS = MAX_CHOICES - 1  # the query is one more prompt
-
 _TEXT = String(min_chars=1, max_chars=MAX_PROMPT_CHARS)
 
 _encode = msgspec.json.encode
