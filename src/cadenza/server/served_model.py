@@ -242,7 +242,7 @@ class OpenCall:
         self._waiting = deque(enumerate(prepared))
         self._serving = model.serving
         self._whole_fingerprint = model.fingerprint()
-        self._to_thin: dict[int, OutputProcessor | None] = {
+        self._pruned: dict[int, OutputProcessor | None] = {
             index: None for index, each in self._waiting if each.request.sparse_prefill is not None
         }
         """Prompts that are to be pruned; None until they are submitted."""
@@ -286,9 +286,9 @@ class OpenCall:
         whole = self._whole_fingerprint
         if whole is None:
             return None
-        found = [None if each is None else each.fingerprint for each in self._to_thin.values()]
-        thinned = [each.digest for each in found if each is not None and each.sparse_prefill]
-        return thinned[0] if thinned else None if None in found else whole.digest
+        found = [None if each is None else each.fingerprint for each in self._pruned.values()]
+        pruned = [each.digest for each in found if each is not None and each.sparse_prefill]
+        return pruned[0] if pruned else None if None in found else whole.digest
 
     @property
     def next_prompt(self) -> PreparedRequest | None:
@@ -299,8 +299,8 @@ class OpenCall:
         index, prepared = self._waiting[0]
         stream = self._serving.submit(prepared, kind="delta", on_news=self.notify)
         self._streams[index] = stream
-        if index in self._to_thin:
-            self._to_thin[index] = stream.processor
+        if index in self._pruned:
+            self._pruned[index] = stream.processor
         self._waiting.popleft()
         self._count_further()
 

@@ -141,29 +141,29 @@ def token_span(name: str, value: object) -> tuple[int, int]:
     raise refuse(name, cast(object, value), "two places of tokens, the first below the second")
 
 
-_THINNED: Mapping[str, FieldType[Any]] = {
+_SPARSE: Mapping[str, FieldType[Any]] = {
     "keep": Number(LEAST_KEEP, MOST_KEEP),
     "threshold": Integer(0, MAX_THRESHOLD),
     "when": OneOf(get_args(When)),
     "spans": ListOf(item=token_span, max_items=MAX_SPANS),
 }
-_THINNED_SCHEMA = object_schema(
-    {key: each.schema() for key, each in _THINNED.items()},
+_SPARSE_SCHEMA = object_schema(
+    {key: each.schema() for key, each in _SPARSE.items()},
     required=(),
     minProperties=1,
     additionalProperties=False,
 )
 
 
-@field_type({"anyOf": [Boolean().schema(), _THINNED_SCHEMA]})
+@field_type({"anyOf": [Boolean().schema(), _SPARSE_SCHEMA]})
 def spec_prefill_choice(name: str, value: object) -> bool | dict[str, Any]:
     """A boolean, or an object with some of the members of `SpecPrefillChoice`."""
     if isinstance(value, bool):
         return value
     given = members_of(value)
-    if not given or not given.keys() <= _THINNED.keys():
-        raise refuse(name, value, f"true, false or an object with some of {', '.join(_THINNED)}")
-    return {key: check_member(name, key, _THINNED[key], item) for key, item in given.items()}
+    if not given or not given.keys() <= _SPARSE.keys():
+        raise refuse(name, value, f"true, false or an object with some of {', '.join(_SPARSE)}")
+    return {key: check_member(name, key, _SPARSE[key], item) for key, item in given.items()}
 
 
 @dataclass(frozen=True, slots=True)
