@@ -123,6 +123,14 @@ def test_streams_are_exact_with_chunks_of_every_size(loop: SchedulerLoop, budget
     run_requests(engine, MANY).verify()
 
 
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("num_slots", [16, 17, 22, 33])
+@pytest.mark.parametrize("num_pages", [8, 32])
+def test_tiny_pools_end_every_request(loop: SchedulerLoop, num_slots: int, num_pages: int) -> None:
+    engine, _ = engine_of(loop, images=with_slots(num_slots), num_pages=num_pages)
+    run_requests(engine, MANY).verify()
+
+
 def test_placeholders_and_breaks_name_their_slots_in_order() -> None:
     engine, runner = engine_of(max_num_batched_tokens=64)
     tokens, parts = image_at(3, 9, 3, 2, has_breaks=True)

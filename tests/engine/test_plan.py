@@ -1,6 +1,7 @@
 """`make_plan`: options, a checkpoint and the memory become numbers, or an error with both."""
 
 import re
+from collections.abc import Callable
 from dataclasses import fields, replace
 from math import ceil
 from typing import Any
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from cadenza.backends.base import BackendTraits, ModelMemory
 from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.config import MAX_NUM_SEQS_BOUND, EngineConfig
-from cadenza.errors import ConfigError, show_size
+from cadenza.errors import ConfigError
 from cadenza.loading.engine_plan import (
     EnginePlan,
     ExtraMemory,
@@ -48,23 +49,6 @@ def plan(available_bytes: int = 4 * GIB, **options: Any) -> EnginePlan:
 @pytest.mark.parametrize(("rows", "budget"), [(16, 48), (48, 48), (49, 49), (300, 300)])
 def test_an_unset_token_budget_is_the_backends_and_never_below_the_rows(rows: int, budget: int):
     assert plan(max_num_seqs=rows).limits.max_num_batched_tokens == budget
-
-
-def test_a_token_budget_that_was_asked_for_is_kept_and_refused_below_the_rows():
-    assert plan(max_num_batched_tokens=17).limits.max_num_batched_tokens == 17
-    with pytest.raises(ConfigError, match=r"tokens 17 is below --max-num-seqs 18"):
-        plan(max_num_batched_tokens=17, max_num_seqs=18)
-
-
-def test_the_pool_takes_half_of_what_is_left_beside_the_weights_at_most():
-    tight = plan(256 << 20, max_num_seqs=64)
-    slots = tight.limits.num_pages * tight.limits.page_size
-    pool_bytes = tight.kv_bytes + slots * tight.footprint.slot_bytes
-    left = tight.available_bytes - tight.planned_bytes + pool_bytes + tight.queue_bytes
-    page_bytes = tight.limits.page_size * (tight.kv_bytes_per_token + tight.footprint.slot_bytes)
-    assert left // 2 - page_bytes < pool_bytes <= left // 2
-    roomy = plan(max_num_seqs=2, max_model_len=64)
-    assert roomy.limits.num_pages == 2 * 64 // roomy.limits.page_size
 
 
 def asked(num_prompt_tokens: int, max_tokens: int | None, n: int = 1) -> Request:
@@ -121,49 +105,6 @@ def test_a_pool_is_never_raised_above_what_fits_the_memory():
     assert with_pool(whole, EngineConfig(), 1 << 20) == whole
 
 
-def test_quantised_weights_are_planned_with_their_own_bytes():
-    found, wide = plan(quantization="int8"), plan()
-    assert found.quantization == "int8"
-    assert found.weight_bytes / wide.weight_bytes == pytest.approx(34 / 64, abs=1e-3)
-    assert found.kv_bytes_per_token == wide.kv_bytes_per_token
-    assert " MiB of int8 weights, " in found.summary
-
-
-def test_a_quantization_that_the_backend_lacks_is_refused():
-    unable = replace(TRAITS, quantizations=("none",))
-    config = EngineConfig(quantization="int8")
-    with pytest.raises(ConfigError, match="--quantization int8 is not one of none on test:cpu"):
-        make_plan(config, open_checkpoint(None), unable, 4 * GIB)
-
-
-def test_kv_in_int8_is_planned_with_a_scale_for_each_key_and_value():
-    model = open_checkpoint(None).config
-    found, wide = (
-        plan(GIB // 4, max_num_seqs=64, kv_cache_dtype=each) for each in ("int8", "auto")
-    )
-    sides = 2 * model.num_layers * model.num_kv_heads
-    assert found.kv_bytes_per_token == sides * (model.head_dim + 4)
-    assert wide.kv_bytes_per_token == sides * model.head_dim * 2
-    beside = found.footprint.slot_bytes
-    more = (wide.kv_bytes_per_token + beside) / (found.kv_bytes_per_token + beside)
-    assert found.limits.num_pages / wide.limits.num_pages == pytest.approx(more, abs=1e-2)
-    assert " MiB of int8 KV cache, " in found.summary
-    assert " MiB of bfloat16 KV cache, " in wide.summary
-
-
-def test_a_kv_type_that_the_backend_lacks_is_refused():
-    unable = replace(TRAITS, kv_cache_dtypes=("auto",))
-    config = EngineConfig(kv_cache_dtype="int8")
-    with pytest.raises(ConfigError, match="--kv-cache-dtype int8 is not one of auto on test:cpu"):
-        make_plan(config, open_checkpoint(None), unable, 4 * GIB)
-
-
-@pytest.mark.parametrize("name", ["fp8", "fp8_e4m3", "fp8_e5m2"])
-def test_kv_in_fp8_is_refused_with_the_reason(name: Any):
-    with pytest.raises(ConfigError, match=f"'{name}' is not supported: .* less accurate than int8"):
-        EngineConfig(kv_cache_dtype=name)
-
-
 @pytest.mark.parametrize("changed", [{"kv_cache_dtype": "int8"}, {"quantization": "int8"}])
 def test_streams_go_on_only_with_the_same_types_of_weights_and_kv(changed: dict[str, Any]):
     same, also_same, other = (
@@ -179,38 +120,6 @@ def test_streams_go_on_only_with_the_same_types_of_weights_and_kv(changed: dict[
     )
     assert same == also_same
     assert same != other
-
-
-def test_what_does_not_fit_is_refused_with_both_numbers_and_what_to_set():
-    weights = plan().weight_bytes
-    size = re.escape(show_size(weights))
-    with pytest.raises(ConfigError, match=rf"need {size} .* but {size} are .*; free"):
-        plan(weights)
-    beside = plan().planned_bytes - plan().kv_bytes
-    said = r"--num-pages 65536 needs [\d,.]+ MiB, but .* leave [\d.]+ MiB; set --num-pages (\d+)$"
-    with pytest.raises(ConfigError, match=said) as refused:
-        plan(beside + (1 << 20), num_pages=1 << 16)
-    (most,) = map(int, re.findall(said, str(refused.value)))
-    assert plan(beside + (1 << 20), num_pages=most).limits.num_pages == most
-    lesser = int((beside + (1 << 20)) * ADVISED_SHARE)
-    if lesser >= beside:
-        assert plan(lesser, num_pages=most)
-    with pytest.raises(ConfigError, match="set --num-pages"):
-        plan(lesser, num_pages=most + 1)
-
-
-def test_a_token_budget_whose_steps_do_not_fit_is_refused_with_the_largest_that_does():
-    flag = "--max-num-batched-tokens"
-    said = rf"{flag} 16777216 needs [\d,.]+ MiB .*; set {flag} (\d+)$"
-    with pytest.raises(ConfigError, match=said) as refused:
-        plan(max_num_batched_tokens=1 << 24, max_num_seqs=1)
-    (most,) = map(int, re.findall(said, str(refused.value)))
-    assert plan(max_num_batched_tokens=most, max_num_seqs=1)
-    lesser = int(4 * GIB * ADVISED_SHARE)
-    assert plan(lesser, max_num_batched_tokens=most, max_num_seqs=1)
-    with pytest.raises(ConfigError, match="--max-num-batched-tokens"):
-        plan(lesser, max_num_batched_tokens=most + 1, max_num_seqs=1)
-    assert plan(max_num_batched_tokens=4096).limits.max_num_batched_tokens == 4096
 
 
 def test_weights_that_fit_only_quantised_are_refused_with_how():
@@ -411,15 +320,6 @@ def test_rows_and_context_that_were_not_asked_for_fit_together():
         assert num_tokens >= max(limits.max_model_len, rows * EXPECTED_TOKENS)
 
 
-def test_a_context_whose_tables_do_not_fit_is_refused_with_one_that_fits():
-    said = r"--max-model-len 131072 needs [\d.]+ MiB beside its KV, .*; set --max-model-len (\d+)$"
-    with pytest.raises(ConfigError, match=said) as refused:
-        long_plan(128 << 20, max_num_seqs=1, max_model_len=1 << 17)
-    (most,) = map(int, re.findall(said, str(refused.value)))
-    assert long_plan(int((128 << 20) * ADVISED_SHARE), max_num_seqs=1, max_model_len=most)
-    assert most > 1024
-
-
 OWN = replace(
     TRAITS,
     device_memory_bytes=1 << 20,
@@ -471,31 +371,6 @@ def test_prefixes_are_shared_between_slots_only_where_the_backend_says_how():
     assert (plan().limits.enable_prefix_caching, plan().limits.slot_unit) == (True, None)
 
 
-def test_what_is_resident_at_the_start_has_the_pool_only_where_it_is_filled():
-    def planned(*, fills_kv: bool) -> EnginePlan:
-        traits = replace(TRAITS, fills_kv=fills_kv, process_bytes=1000)
-        return make_plan(EngineConfig(max_num_seqs=4), open_checkpoint(None), traits, GIB)
-
-    filled, reserved = planned(fills_kv=True), planned(fills_kv=False)
-    assert filled.planned_bytes == reserved.planned_bytes
-    assert filled.start_bytes == reserved.start_bytes + reserved.kv_bytes
-    assert reserved.start_bytes > reserved.weight_bytes + 1000
-    limits = reserved.limits
-    of_requests = reserved.footprint.request_bytes * limits.max_num_seqs
-    of_slots = reserved.footprint.slot_bytes * limits.num_pages * limits.page_size
-    of_queue = reserved.queue_bytes
-    assert reserved.reserved_bytes == reserved.kv_bytes + of_requests + of_slots + of_queue
-
-
-def test_the_headroom_is_left_out_of_the_pool():
-    without, beside = plan(GIB), plan(GIB, scheduler_headroom_gb=0.5)
-    assert beside.headroom_bytes == 500_000_000
-    assert beside.planned_bytes + beside.headroom_bytes <= GIB
-    tight = plan(GIB, scheduler_headroom_gb=0.9, max_num_seqs=64)
-    assert tight.kv_bytes < plan(GIB, max_num_seqs=64).kv_bytes
-    assert without.headroom_bytes == 0
-
-
 def test_bodies_that_are_read_are_planned_and_left_out_of_the_pool():
     def with_bodies(traits: BackendTraits, bodies_bytes: int) -> EnginePlan:
         beside = ExtraMemory(bodies_bytes=bodies_bytes)
@@ -507,26 +382,6 @@ def test_bodies_that_are_read_are_planned_and_left_out_of_the_pool():
     assert beside.kv_bytes < without.kv_bytes
     own = replace(TRAITS, device_memory_bytes=GIB)
     assert with_bodies(own, GIB // 2).planned_bytes == with_bodies(own, 0).planned_bytes
-    with pytest.raises(ConfigError, match="are available"):
-        with_bodies(TRAITS, GIB)
-
-
-def test_a_headroom_that_leaves_nothing_is_refused_with_what_it_may_be():
-    said = r"--scheduler-headroom-gb 2 leaves no .*; set --scheduler-headroom-gb (0\.97\d)$"
-    with pytest.raises(ConfigError, match=said) as refused:
-        plan(GIB, scheduler_headroom_gb=2, max_num_seqs=1)
-    (most,) = map(float, re.findall(said, str(refused.value)))
-    assert plan(GIB, scheduler_headroom_gb=most, max_num_seqs=1).headroom_bytes == int(most * 1e9)
-    lesser = int(GIB * ADVISED_SHARE)
-    assert plan(lesser, scheduler_headroom_gb=most, max_num_seqs=1)
-    with pytest.raises(ConfigError, match="set --scheduler-headroom-gb"):
-        plan(lesser, scheduler_headroom_gb=most + 0.002, max_num_seqs=1)
-
-
-@pytest.mark.parametrize("value", [-0.1, float("nan"), float("inf"), True, "1", None])
-def test_a_headroom_that_is_no_size_is_refused_by_its_flag(value: Any):
-    with pytest.raises(ConfigError, match="--scheduler-headroom-gb"):
-        EngineConfig(scheduler_headroom_gb=value)
 
 
 def recurrent_plan(available_bytes: int, **options: Any) -> EnginePlan:
@@ -544,20 +399,10 @@ def recurrent_plan(available_bytes: int, **options: Any) -> EnginePlan:
     return make_plan(config, open_checkpoint(None), traits, available_bytes)
 
 
-def test_states_have_two_slots_a_row_and_others_for_snapshots():
-    found = recurrent_plan(GIB)
-    assert found.limits.num_state_slots == 2 * 4 + 16
-    assert found.state_bytes == 24_000_000
-    stateless = own_plan(GIB, kv_layout="dense")
-    assert stateless.limits.num_state_slots == stateless.state_bytes == 0
-    assert "22.9 MiB of 24 states" in found.summary
-    assert "states" not in stateless.summary
-    assert found.planned_bytes - found.scratch_bytes > found.state_bytes
-
-
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
+        ({}, 2 * 4 + 16),
         ({"max_state_snapshots": 0}, 8),
         ({"max_state_snapshots": 3}, 11),
         ({"max_state_snapshots": 50}, 58),
@@ -567,13 +412,6 @@ def test_states_have_two_slots_a_row_and_others_for_snapshots():
 )
 def test_the_number_of_snapshots_can_be_chosen(options: dict[str, Any], expected: int):
     assert recurrent_plan(GIB, **options).limits.num_state_slots == expected
-
-
-def test_snapshots_take_a_quarter_of_the_memory_that_is_left_at_most():
-    roomy = recurrent_plan(GIB, max_state_snapshots=1 << 20)
-    beside = (roomy.limits.num_state_slots - 8) * 1_000_000
-    left = GIB - (roomy.planned_bytes - roomy.kv_bytes - beside)
-    assert left / 4 - 2_000_000 < beside <= left / 4
 
 
 def test_rows_with_two_slots_each_fit_where_no_snapshot_does():
@@ -596,3 +434,79 @@ def fits(available_bytes: int) -> bool:
 def test_blocks_for_each_row_have_states_and_share_nothing():
     found = recurrent_plan(GIB, kv_layout="dense").limits
     assert (found.num_state_slots, found.enable_prefix_caching) == (8, False)
+
+
+def bare(traits: BackendTraits, **options: Any) -> EnginePlan:
+    return make_plan(EngineConfig(**options), open_checkpoint(None), traits, 4 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (
+            lambda: plan(max_num_batched_tokens=17, max_num_seqs=18),
+            r"tokens 17 is below --max-num-seqs 18",
+        ),
+        (
+            lambda: bare(replace(TRAITS, quantizations=("none",)), quantization="int8"),
+            "--quantization int8 is not one of none on test:cpu",
+        ),
+        (
+            lambda: bare(replace(TRAITS, kv_cache_dtypes=("auto",)), kv_cache_dtype="int8"),
+            "--kv-cache-dtype int8 is not one of auto on test:cpu",
+        ),
+        *[
+            (
+                lambda name=name: EngineConfig(kv_cache_dtype=name),
+                f"'{name}' is not supported: .* less accurate than int8",
+            )
+            for name in ("fp8", "fp8_e4m3", "fp8_e5m2")
+        ],
+        *[
+            (
+                lambda value=value: EngineConfig(scheduler_headroom_gb=value),
+                "--scheduler-headroom-gb",
+            )
+            for value in (-0.1, float("nan"), float("inf"), True, "1", None)
+        ],
+        (lambda: plan(plan().weight_bytes), r"weights need .* but .* are .*; free"),
+        (
+            lambda: make_plan(
+                EngineConfig(max_num_seqs=64),
+                open_checkpoint(None),
+                TRAITS,
+                GIB,
+                ExtraMemory(bodies_bytes=GIB),
+            ),
+            "are available",
+        ),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_by_its_flag(
+    given: Callable[[], object], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        given()
+
+
+@pytest.mark.parametrize(
+    ("make", "available", "option", "given", "step"),
+    [
+        (plan, plan().planned_bytes - plan().kv_bytes + (1 << 20), "num_pages", 1 << 16, 1),
+        (plan, 4 * GIB, "max_num_batched_tokens", 1 << 24, 1),
+        (long_plan, 128 << 20, "max_model_len", 1 << 17, 1 << 10),
+        (plan, GIB, "scheduler_headroom_gb", 2, 0.002),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_the_most_that_does(
+    make: Callable[..., EnginePlan], available: int, option: str, given: int, step: float
+) -> None:
+    """The number that the message names fits a little less memory, and hardly more does."""
+    flag = f"--{option.replace('_', '-')}"
+    with pytest.raises(ConfigError, match=rf"{flag} {given} .*; set {flag} ([\d.]+)$") as refused:
+        make(available, max_num_seqs=1, **{option: given})
+    (most,) = re.findall(rf"set {flag} ([\d.]+)$", str(refused.value))
+    most = type(step)(most)
+    assert make(available, max_num_seqs=1, **{option: most})
+    with pytest.raises(ConfigError, match=flag):
+        make(int(available * ADVISED_SHARE), max_num_seqs=1, **{option: most + step})
