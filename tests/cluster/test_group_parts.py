@@ -109,7 +109,7 @@ def test_a_view_knows_a_prefix_whose_beginning_was_dropped_for_being_old() -> No
 
 def report(newest_id: int, held: HeldChange | None = None, queued_s: float = 0.0) -> RouteReport:
     """Nothing of what it has received is still to be computed."""
-    seen = {0: Seen(newest_id=newest_id, settled_below=newest_id + 1)} if newest_id >= 0 else {}
+    seen = {0: Seen(newest_id=newest_id, first_pending_id=newest_id + 1)} if newest_id >= 0 else {}
     return RouteReport(queued_s=queued_s, prompt_token_s=0.01, seen=seen, held=held)
 
 

@@ -89,18 +89,18 @@ def test_prefixes_are_told_once_they_are_computed_and_at_most_each_second() -> N
     reporter = RouteReporter(core)
     reporter.received(0)
     report = reporter.report(1.0)
-    assert (report.seen, report.queued_s) == ({0: Seen(newest_id=0, settled_below=1)}, 0.0)
+    assert (report.seen, report.queued_s) == ({0: Seen(newest_id=0, first_pending_id=1)}, 0.0)
     assert held(report) == ([*keys_of(first)], [])
     core.submit(second)
     reporter.received(1)
     core.step()
     assert reporter.report(1.9).held is None
     report = reporter.report(2.0)
-    assert report.seen == {0: Seen(newest_id=1, settled_below=1)}
+    assert report.seen == {0: Seen(newest_id=1, first_pending_id=1)}
     assert held(report) == ([], [])
     core.step()
     report = reporter.report(3.0)
-    assert report.seen == {0: Seen(newest_id=1, settled_below=2)}
+    assert report.seen == {0: Seen(newest_id=1, first_pending_id=2)}
     assert held(report) == ([*keys_of(second)], [])
     core.scheduler.kv_cache.forget_all()
     gone = held(reporter.report(4.0))
@@ -115,10 +115,10 @@ def test_each_front_end_is_told_of_its_own_requests() -> None:
         reporter.received(next(ids_of(front)))
     own = {front: next(ids_of(front)) for front in (1, 3)}
     assert reporter.report(0.0).seen == {
-        front: Seen(newest_id=each, settled_below=each) for front, each in own.items()
+        front: Seen(newest_id=each, first_pending_id=each) for front, each in own.items()
     }
     while core.has_requests:
         core.step()
     assert reporter.report(1.0).seen == {
-        front: Seen(newest_id=each, settled_below=each + 1) for front, each in own.items()
+        front: Seen(newest_id=each, first_pending_id=each + 1) for front, each in own.items()
     }

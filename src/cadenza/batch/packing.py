@@ -216,13 +216,13 @@ class Packer:
             masks = entry.masks or (sequence.constraint.allowed(),)
             updates += self._replace_mask(row, sequence, masks[0])
             records = {masks[0]: row}
-            for place, allowed in enumerate(masks[1:], first + 1):
+            for logit_row, allowed in enumerate(masks[1:], first + 1):
                 if allowed not in records:
                     records[allowed] = num_records
                     mask = self._mask_of(sequence, allowed)
                     updates.append(MaskUpdate(num_records, row, mask))
                     num_records += 1
-                inputs.logits.rule_record[place] = records[allowed]
+                inputs.logits.rule_record[logit_row] = records[allowed]
         return tuple(updates)
 
     def _replace_mask(self, row: int, sequence: Sequence, allowed: bytes) -> list[MaskUpdate]:

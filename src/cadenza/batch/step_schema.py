@@ -211,20 +211,20 @@ class StepLayout:
 
     @property
     def num_words(self) -> int:
-        return _places(self)[-1].end
+        return _fields_of(self)[-1].end
 
     def split(self, words: A, cast: Callable[[A, np.dtype[Any]], A]) -> StepGroups[A]:
         """Splits a buffer [num_words] into groups. `cast` reinterprets words as another dtype."""
         buffer: Any = words
         arrays: dict[_Group, dict[str, Any]] = {group: {} for group, _ in self.groups()}
-        for place in _places(self):
-            spec = place.spec
-            part: Any = buffer[place.start : place.end]
-            if place.is_cast:
+        for field_ in _fields_of(self):
+            spec = field_.spec
+            part: Any = buffer[field_.start : field_.end]
+            if field_.is_cast:
                 part = cast(part, spec.dtype)
             if spec.columns > 1:
                 part = part.reshape(spec.columns, -1).T
-            arrays[place.group][spec.name] = part
+            arrays[field_.group][spec.name] = part
         groups: list[Any] = [group(**found) for group, found in arrays.items()]
         counts, tokens, rows, logits = groups
         return StepGroups(counts=counts, tokens=tokens, rows=rows, logits=logits)
@@ -232,8 +232,8 @@ class StepLayout:
     def empty_words(self) -> Int32Array:
         """Of a step without tokens: all padding."""
         parts = [
-            np.full(place.end - place.start, place.spec.fill, place.spec.dtype).view(WORD)
-            for place in _places(self)
+            np.full(field_.end - field_.start, field_.spec.fill, field_.spec.dtype).view(WORD)
+            for field_ in _fields_of(self)
         ]
         return np.concatenate(parts)
 
@@ -248,7 +248,7 @@ class StepLayout:
         yield LogitInputs, self.num_logits
 
 
-class _Place(NamedTuple):
+class _FieldWords(NamedTuple):
     group: _Group
     spec: FieldSpec
     start: int
@@ -257,13 +257,13 @@ class _Place(NamedTuple):
 
 
 @cache
-def _places(layout: StepLayout) -> tuple[_Place, ...]:
-    places: list[_Place] = []
+def _fields_of(layout: StepLayout) -> tuple[_FieldWords, ...]:
+    places: list[_FieldWords] = []
     start = 0
     for group, length in layout.groups():
         for spec in specs_of(group):
             end = start + spec.num_words(length)
-            places.append(_Place(group, spec, start, end, spec.dtype != WORD))
+            places.append(_FieldWords(group, spec, start, end, spec.dtype != WORD))
             start = end
     return tuple(places)
 

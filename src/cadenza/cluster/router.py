@@ -114,13 +114,13 @@ class PrefixView:
         self._max_keys = max_keys
         self._held: set[bytes] = set()
         self._sent: OrderedDict[bytes, int] = OrderedDict()  # the newest request with the key
-        self._settled_below: int | None = None
+        self._first_pending_id: int | None = None
 
     def __len__(self) -> int:
-        if self._settled_below is None:
+        if self._first_pending_id is None:
             return len(self._sent)
         newest = reversed(self._sent.values())
-        return len(self._held) + sum(1 for _ in takewhile(self._is_unsettled, newest))
+        return len(self._held) + sum(1 for _ in takewhile(self._is_pending, newest))
 
     def num_held(self, keys: Sequence[bytes]) -> int:
         """Leading pages that it holds or is about to compute."""
@@ -140,22 +140,22 @@ class PrefixView:
         while len(self._sent) > self._max_keys:
             self._sent.popitem(last=False)
 
-    def take(self, change: HeldChange, settled_below: int) -> None:
+    def take(self, change: HeldChange, first_pending_id: int) -> None:
         self._held.difference_update(split_keys(change.removed))
         self._held.update(split_keys(change.added))
-        self._settled_below = settled_below
+        self._first_pending_id = first_pending_id
 
     def clear(self) -> None:
         self._held.clear()
         self._sent.clear()
-        self._settled_below = None
+        self._first_pending_id = None
 
     def _is_coming(self, key: bytes) -> bool:
         request_id = self._sent.get(key)
-        return request_id is not None and self._is_unsettled(request_id)
+        return request_id is not None and self._is_pending(request_id)
 
-    def _is_unsettled(self, request_id: int) -> bool:
-        return self._settled_below is None or request_id >= self._settled_below
+    def _is_pending(self, request_id: int) -> bool:
+        return self._first_pending_id is None or request_id >= self._first_pending_id
 
 
 def _deepest(keys: Sequence[bytes], has: Callable[[bytes], bool]) -> int:
@@ -168,7 +168,7 @@ def _deepest(keys: Sequence[bytes], has: Callable[[bytes], bool]) -> int:
 MOST_ON_WAY = 1 << 12
 
 
-NOTHING_SEEN = Seen(newest_id=-1, settled_below=0)
+NOTHING_SEEN = Seen(newest_id=-1, first_pending_id=0)
 
 
 class Route(NamedTuple):
@@ -256,7 +256,7 @@ class Router:
         if report.held.secret != view.secret:  # its pages are in a folder
             view.secret = report.held.secret
             view.prefixes.clear()
-        view.prefixes.take(report.held, seen.settled_below)
+        view.prefixes.take(report.held, seen.first_pending_id)
 
     def forget(self, place: int) -> None:
         self._views.pop(place, None)

@@ -112,7 +112,7 @@ class EngineFront:
         self.is_shut_down = False
         self._closed_by = SHUT_DOWN
         self._failure: CadenzaError | None = None
-        self._settled = threading.Event()
+        self._start_finished = threading.Event()
         self._on_death: Callable[[CadenzaError], object] | None = None
         self._on_change: OnEngineChange | None = None
         self._on_report: OnReport | None = None
@@ -223,7 +223,7 @@ class EngineFront:
     def wait_ready(self, timeout_s: float) -> None:
         """Raises EngineUnavailableError: not ready within `timeout_s`, or dead; else the error of
         its load."""
-        self._settled.wait(timeout_s)
+        self._start_finished.wait(timeout_s)
         status = self.status()
         if not status.is_ready:
             raise self._failure or EngineUnavailableError(status.error or UNAVAILABLE[status.state])
@@ -272,7 +272,7 @@ class EngineFront:
 
     def finish_start(self) -> None:
         """The engine is ready, or never will be."""
-        self._settled.set()
+        self._start_finished.set()
 
     def give_up(self, failure: CadenzaError, emit: Emit) -> None:
         """No request waits for an engine."""

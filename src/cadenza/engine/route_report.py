@@ -88,7 +88,7 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     newest_id: int  # the highest id that it has received
     # requests with lower ids have their prompts computed, or have ended: what came of them is in
     # what the engine has reported
-    settled_below: int
+    first_pending_id: int
 
 
 class RouteReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -110,7 +110,7 @@ class RouteReporter:
         self._cache = core.scheduler.kv_cache.prefix_cache
         self._digest = None if self._cache is None else self._cache.watch()
         self._newest: dict[int, int] = {}
-        self._settled: dict[int, int] = {}
+        self._first_pending_ids: dict[int, int] = {}
         self._held_at_s: float | None = None
 
     def received(self, request_id: int) -> None:
@@ -124,7 +124,7 @@ class RouteReporter:
         queue = forecast_queue(self._scheduler)
         held = self._take_held(now_s)
         seen = {
-            front: Seen(newest_id=newest, settled_below=self._settled.get(front, 0))
+            front: Seen(newest_id=newest, first_pending_id=self._first_pending_ids.get(front, 0))
             for front, newest in self._newest.items()
         }
         return RouteReport(
@@ -137,13 +137,13 @@ class RouteReporter:
         if self._held_at_s is not None and now_s - self._held_at_s < HELD_EVERY_S:
             return None
         self._held_at_s = now_s
-        self._settled = self._first_unsettled()
+        self._first_pending_ids = self._first_pending()
         change = self._digest.take()
         return HeldChange(
             secret=self._cache.page_keys.secret, added=change.added, removed=change.removed
         )
 
-    def _first_unsettled(self) -> dict[int, int]:
+    def _first_pending(self) -> dict[int, int]:
         """A prompt's pages are in the cache once its sequence has sampled."""
         found = {front: newest + 1 for front, newest in self._newest.items()}
         for each in chain(self._scheduler.waiting, self._scheduler.running):

@@ -62,7 +62,7 @@ class Reuse:
             self._lost = [each // 2 for each in self._lost]
 
 
-class _Place(NamedTuple):
+class _Entry(NamedTuple):
     page_class: PageClass
     at: int  # the number of evictions when it was added
 
@@ -75,10 +75,10 @@ class EvictionOrder:
         self._most_newest = num_pages // NEWEST_PARTS
         self._reuse = reuse or Reuse(num_pages)
         self._num_evicted = 0
-        self._newest = OrderedDict[int, _Place]()
+        self._newest = OrderedDict[int, _Entry]()
         # By class, after the newest: each page, and the number of evictions when it was added.
         self._classes = [OrderedDict[int, int]() for _ in PageClass]
-        self._places: dict[int, OrderedDict[int, _Place] | OrderedDict[int, int]] = {}
+        self._places: dict[int, OrderedDict[int, _Entry] | OrderedDict[int, int]] = {}
 
     def __len__(self) -> int:
         return len(self._places)
@@ -101,12 +101,12 @@ class EvictionOrder:
     def add(self, page_id: int, page_class: PageClass) -> None:
         if page_id in self._places:
             self.take(page_id)
-        self._newest[page_id] = _Place(page_class, self._num_evicted)
+        self._newest[page_id] = _Entry(page_class, self._num_evicted)
         self._places[page_id] = self._newest
         if len(self._newest) > self._most_newest:
-            oldest, place = self._newest.popitem(last=False)
-            pages = self._classes[place.page_class]
-            pages[oldest] = place.at
+            oldest, entry = self._newest.popitem(last=False)
+            pages = self._classes[entry.page_class]
+            pages[oldest] = entry.at
             self._places[oldest] = pages
 
     def take(self, page_id: int) -> None:
@@ -131,7 +131,7 @@ class EvictionOrder:
         assert sum(map(len, lists)) == len(listed), "a page is in two lists"
         assert listed == {page: id(at) for page, at in self._places.items()}, "lists are mixed up"
         assert len(self._newest) <= self._most_newest, "too many pages are among the newest"
-        ages = [[place.at for place in self._newest.values()]]
+        ages = [[entry.at for entry in self._newest.values()]]
         ages += [list(pages.values()) for pages in self._classes]
         assert all(each == sorted(each) for each in ages), "a page stands before an older one"
 

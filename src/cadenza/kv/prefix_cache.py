@@ -420,6 +420,6 @@ def common_length(one: SequenceOf[int], other: SequenceOf[int], limit: int) -> i
         ours, theirs = list(one[start:end]), list(other[start:end])
         if ours != theirs:
             pairs = zip(ours, theirs, strict=True)
-            return start + next(place for place, pair in enumerate(pairs) if pair[0] != pair[1])
+            return start + next(index for index, pair in enumerate(pairs) if pair[0] != pair[1])
         start = end
     return limit

@@ -123,8 +123,8 @@ class FairShare:
 
     def _merged(self, ordered: list[Sequence]) -> Iterator[Sequence]:
         queues: dict[str, deque[tuple[int, Sequence]]] = {}
-        for place, sequence in enumerate(ordered):
-            queues.setdefault(sequence.tenant.name, deque()).append((place, sequence))
+        for index, sequence in enumerate(ordered):
+            queues.setdefault(sequence.tenant.name, deque()).append((index, sequence))
         heads = [(self._counters[name], queue[0][0], name) for name, queue in queues.items()]
         heapq.heapify(heads)
         while heads:

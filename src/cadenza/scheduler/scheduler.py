@@ -99,12 +99,12 @@ class Scheduler:
     def sequences(self) -> list[Sequence]:
         return [*self.waiting, *self.running]
 
-    def work(self, kind: type[Work]) -> Work:
+    def work(self, of: type[Work]) -> Work:
         """Raises LookupError if there is none of the class."""
         for each in self.works:
-            if isinstance(each, kind):
+            if isinstance(each, of):
                 return each
-        raise LookupError(f"the engine has no {kind.__name__}")
+        raise LookupError(f"the engine has no {of.__name__}")
 
     def why_waits(self, sequence: Sequence) -> WaitReason:
         if sequence.wait_reason is not None:

@@ -133,7 +133,7 @@ class ScoringQueue(StepWork):
         self._free_rows = list(range(options.limits.max_num_seqs))
         self._lacking: Sequence | None = None
         self._full: set[Sequence] = set()
-        self._untold: list[Preparing] = []  # Of those that have begun and are in no step yet
+        self._unannounced: list[Preparing] = []  # Of those that have begun and are in no step yet
 
     @property
     def figures(self) -> tuple["ScoringQueue", tuple[Figure["ScoringQueue"], ...]]:
@@ -256,8 +256,8 @@ class ScoringQueue(StepWork):
                 self._add_entry(scored, each, count, is_bounded=is_bounded)
         assert scored.entries, "a step of the scorer computes nothing"
         scored.entries.sort(key=_row_of)
-        batch.preparing += self._untold
-        self._untold = []
+        batch.preparing += self._unannounced
+        self._unannounced = []
         self.counts.num_tokens += scored.num_tokens
         batch.scored = scored
 
@@ -269,16 +269,16 @@ class ScoringQueue(StepWork):
         is_finite = step.output.is_finite.tolist()
         index = 0
         for entry in scored.entries:
-            place, index = index, index + entry.num_choices
+            first, index = index, index + entry.num_choices
             scoring = self._current(entry)
             if scoring is None or not entry.num_scored:
                 continue
             is_over = not entry.num_choices
-            if entry.num_choices and not is_finite[place]:
+            if entry.num_choices and not is_finite[first]:
                 self._give_up(scoring)
                 continue
             if entry.num_choices:
-                is_over = scoring.sequence.append(token_ids[place]) == "stop"
+                is_over = scoring.sequence.append(token_ids[first]) == "stop"
             if is_over:
                 scores = step.read_scores(entry.row, scoring.num_tokens, scoring.num_queries)
                 self._finish(scoring, scores)
@@ -339,7 +339,7 @@ class ScoringQueue(StepWork):
         sequence.status = SequenceStatus.RUNNING
         self._begun.append(scoring)
         ids = dict.fromkeys(each.request_id for each in scoring.waiters)
-        self._untold += [Preparing(request_id=each) for each in ids]
+        self._unannounced += [Preparing(request_id=each) for each in ids]
         return True
 
     def _ready(self) -> list[Scoring]:

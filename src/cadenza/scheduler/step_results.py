@@ -54,7 +54,7 @@ class StepChoices(NamedTuple):
             output.token_ids.tolist(),
             output.is_finite.tolist(),
             output.has_choice.tolist(),
-            {row: place for place, row in enumerate(hidden_rows)},
+            {row: index for index, row in enumerate(hidden_rows)},
         )
 
     def hidden(self, indices: range) -> npt.NDArray[np.float32]:
