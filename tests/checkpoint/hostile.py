@@ -325,7 +325,9 @@ def use_everything(folder: Path) -> None:
     if face.prompts.template is not None:
         from cadenza.text import ChatTemplate
 
-        chat = ChatTemplate.from_checkpoint(checkpoint)
+        chat = ChatTemplate.of(
+            checkpoint.tokenizer.chat_templates, checkpoint.tokenizer.special_tokens
+        )
         assert chat is not None
         chat.render([{"role": "user", "content": "hi"}])
 

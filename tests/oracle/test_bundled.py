@@ -148,7 +148,8 @@ def test_every_id_has_the_same_text(tokenizer: Tokenizer, their_tokenizer: Any):
 def test_chats_are_rendered_alike(
     their_tokenizer: Any, tokenizer: Tokenizer, messages: list[dict[str, Any]], tools: Any
 ):
-    template = ChatTemplate.from_checkpoint(open_checkpoint(BUNDLED))
+    files = open_checkpoint(BUNDLED).tokenizer
+    template = ChatTemplate.of(files.chat_templates, files.special_tokens)
     assert template is not None
     for adds_prompt in (False, True):
         options = {"tools": tools, "add_generation_prompt": adds_prompt}

@@ -55,7 +55,8 @@ def test_a_known_answer_is_given(llm: LLM, real_folder: Path):
 
 
 def test_the_chat_template_is_the_models_own(smollm2_folder: Path):
-    template = ChatTemplate.from_checkpoint(open_checkpoint(smollm2_folder))
+    files = open_checkpoint(smollm2_folder).tokenizer
+    template = ChatTemplate.of(files.chat_templates, files.special_tokens)
     assert template is not None
     assert template.render(QUESTION, add_generation_prompt=True) == (
         "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face"

@@ -356,12 +356,17 @@ def test_renderings_do_not_share_a_budget():
         assert template.render(MESSAGES) == "done"
 
 
+def template_of(folder: Path) -> ChatTemplate | None:
+    files = open_checkpoint(folder).tokenizer
+    return ChatTemplate.of(files.chat_templates, files.special_tokens)
+
+
 def test_a_checkpoints_template_sees_its_special_tokens(tmp_path: Path):
     files = {
         "chat_template.jinja": "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}",
         "tokenizer_config.json": {"bos_token": {"content": "<s>"}, "eos_token": "</s>"},
     }
-    template = ChatTemplate.from_checkpoint(open_checkpoint(write_folder(tmp_path, files)))
+    template = template_of(write_folder(tmp_path, files))
     assert template is not None
     assert template.render([{"role": "user", "content": "hi"}]) == "<s>hi</s>"
 
@@ -372,11 +377,11 @@ def test_a_checkpoints_template_for_tools_is_used_with_tools(tmp_path: Path):
         {"name": "tool_use", "template": "T{{ tools | length }}"},
     ]
     files = {"tokenizer_config.json": {"chat_template": templates}}
-    template = ChatTemplate.from_checkpoint(open_checkpoint(write_folder(tmp_path, files)))
+    template = template_of(write_folder(tmp_path, files))
     assert template is not None
     assert template.render(MESSAGES) == "D"
     assert template.render(MESSAGES, tools=[{"type": "function"}]) == "T1"
 
 
 def test_a_checkpoint_without_template_has_none(tmp_path: Path):
-    assert ChatTemplate.from_checkpoint(open_checkpoint(write_folder(tmp_path))) is None
+    assert template_of(write_folder(tmp_path)) is None

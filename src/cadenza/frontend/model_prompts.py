@@ -75,7 +75,8 @@ class ModelPrompts:
     ) -> None:
         self._name = facts_of(checkpoint).name
         self.tokenizer = tokenizer
-        self.template = template = ChatTemplate.from_checkpoint(checkpoint)
+        files = checkpoint.tokenizer
+        self.template = template = ChatTemplate.of(files.chat_templates, files.special_tokens)
         self.planner = self._images = None
         if template is not None and tokenizer is not None:
             self.planner = AnswerPlanner(

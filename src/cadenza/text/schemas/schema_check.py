@@ -146,10 +146,10 @@ class _Validator:
                 return False
         if not all(self._is(value, each, seen) for each in schema.get("allOf", ())):
             return False
-        for name, is_enough in (("anyOf", _some), ("oneOf", _one)):
+        for name in ("anyOf", "oneOf"):
             if name in schema:
-                satisfied = [self._is(value, each, seen) for each in schema[name]]
-                if not is_enough(satisfied):
+                count = sum(self._is(value, each, seen) for each in schema[name])
+                if not count or (name == "oneOf" and count > 1):
                     return False
         return "not" not in schema or not self._is(value, schema["not"])
 
@@ -193,14 +193,6 @@ class _Validator:
 
 
 _UNKNOWN = frozenset({"$dynamicRef", "$recursiveRef"})
-
-
-def _some(satisfied: list[bool]) -> bool:
-    return any(satisfied)
-
-
-def _one(satisfied: list[bool]) -> bool:
-    return satisfied.count(True) == 1
 
 
 def _search(pattern: str, text: str) -> bool:

@@ -6,7 +6,7 @@ access nor change anything outside its rendering, and uses bounded time and memo
 import secrets
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 from cadenza.errors import CheckpointError, InvalidRequestError, show
 from cadenza.text.tokens.provenance import MarkedText, OwnText, written_by_template
@@ -27,23 +27,6 @@ _ROLES = frozenset(
 """Roles that are marked as template text, because some templates build control tokens from them."""
 
 _NO_OPTIONS = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
-
-
-class TokenizerSettings(Protocol):
-    """What chat templates need of `TokenizerFiles`."""
-
-    @property
-    def chat_templates(self) -> Mapping[str, str]: ...
-
-    @property
-    def special_tokens(self) -> Mapping[str, str]: ...
-
-
-class HasTokenizerSettings(Protocol):
-    """What chat templates need of a checkpoint."""
-
-    @property
-    def tokenizer(self) -> TokenizerSettings: ...
 
 
 class ChatTemplate:
@@ -69,13 +52,13 @@ class ChatTemplate:
         )
 
     @classmethod
-    def from_checkpoint(cls, checkpoint: HasTokenizerSettings) -> "ChatTemplate | None":
-        """The checkpoint's `default` template, with `tool_use` for tools; None if it has none."""
-        templates = checkpoint.tokenizer.chat_templates
+    def of(
+        cls, templates: Mapping[str, str], special_tokens: Mapping[str, str]
+    ) -> "ChatTemplate | None":
+        """A checkpoint's `default` template, with `tool_use` for tools; None if it has none."""
         source = templates.get("default")
         if source is None:
             return None
-        special_tokens = checkpoint.tokenizer.special_tokens
         return cls(source, special_tokens, tools_source=templates.get("tool_use"))
 
     @property

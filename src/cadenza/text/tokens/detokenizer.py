@@ -196,10 +196,6 @@ def _metaspace_edit(step: Step) -> TokenEdit:
     return lambda token, is_first: token.replace(mark, first if is_first else " ")
 
 
-def _metaspace_text(step: Step) -> list[Callable[[], TextStage]]:
-    return _replacing(((step["replacement"], _first_metaspace(step)),))
-
-
 def _first_metaspace(step: Step) -> str:
     return " " if step["prepend_scheme"] == "never" else ""
 
@@ -216,10 +212,6 @@ def _word_piece_edit(step: Step) -> TokenEdit:
     return edit
 
 
-def _word_piece_text(step: Step) -> list[Callable[[], TextStage]]:
-    return _replacing(CLEANUPS if step["cleanup"] else ())
-
-
 def _ctc_changes(step: Step) -> Changes:
     without_pads = ((step["pad_token"], ""),)
     if not step["cleanup"]:
@@ -227,19 +219,11 @@ def _ctc_changes(step: Step) -> Changes:
     return (*without_pads, *CLEANUPS, (step["word_delimiter_token"], " "))
 
 
-def _ctc_text(step: Step) -> list[Callable[[], TextStage]]:
-    return _replacing(_ctc_changes(step))
-
-
 def _strip_edit(step: Step) -> TokenEdit:
     def edit(token: str, _: bool) -> str:
         return StripText(step["content"], step["start"], step["stop"]).push(token)
 
     return edit
-
-
-def _strip_text(step: Step) -> list[Callable[[], TextStage]]:
-    return [partial(StripText, step["content"], step["start"], step["stop"])]
 
 
 # Steps by their types: those that edit each token by itself,
@@ -265,10 +249,10 @@ _TEXT_STAGES: dict[str, Callable[[Step], list[Callable[[], TextStage]]]] = {
     "BPEDecoder": lambda step: _replacing(((step["suffix"], ""),)),
     "ByteFallback": lambda _: [ByteFallbackText],
     "ByteLevel": lambda _: [ByteLevelText],
-    "CTC": _ctc_text,
+    "CTC": lambda step: _replacing(_ctc_changes(step)),
     "Fuse": lambda _: [],
-    "Metaspace": _metaspace_text,
+    "Metaspace": lambda step: _replacing(((step["replacement"], _first_metaspace(step)),)),
     "Replace": _replace_text,
-    "Strip": _strip_text,
-    "WordPiece": _word_piece_text,
+    "Strip": lambda step: [partial(StripText, step["content"], step["start"], step["stop"])],
+    "WordPiece": lambda step: _replacing(CLEANUPS if step["cleanup"] else ()),
 }
