@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from cadenza.frontend.loaded_model import LoadedModel, load_model
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.server.operations.log_output import JsonLines, TextLines
 from tests.cli.harness import write_model
-from tests.server.harness import RunningServer, WatchedService, running_server
+from tests.server.harness import RunningServer, Serve, WatchedService, running_server
 from tests.server.scripted_engine import ScriptedEngine
 
 SCRIPT_TEXT = "the quick brown fox jumps over the lazy dog "
@@ -39,6 +40,12 @@ def engine(script: tuple[int, ...]) -> ScriptedEngine:
 def server(engine: ScriptedEngine, text: TextFrontend) -> Iterator[RunningServer]:
     with running_server(engine, text) as running:
         yield running
+
+
+@pytest.fixture
+def serve(script: tuple[int, ...], text: TextFrontend) -> Iterator[Serve]:
+    with ExitStack() as started:
+        yield Serve(script, text, started)
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,7 @@ from cadenza.server.lifecycle.run import Lifecycle, run_server
 from cadenza.server.model_pool import ModelPool, PoolOptions
 from cadenza.server.served_model import ModelNames, ServedModel
 from cadenza.server.service import ServerOptions, Service
+from tests.server.scripted_engine import ScriptedEngine
 
 TIMEOUT_S = 180.0
 MODEL = "scripted"
@@ -120,6 +121,12 @@ class RunningServer:
     lifecycle: Lifecycle
     thread: threading.Thread
     headers: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def engine(self) -> ScriptedEngine:
+        """Of a server over one."""
+        engine: Any = self.service.models.first.engine
+        return engine
 
     @property
     def url(self) -> str:
@@ -243,6 +250,24 @@ def running_server(
             yield server
 
 
+@dataclass(frozen=True, slots=True)
+class Serve:
+    """Starts servers over scripted engines, which end with the test. Fields of `ServerOptions` are
+    the server's, others the engine's."""
+
+    script: tuple[int, ...]
+    text: TextFrontend
+    started: ExitStack
+
+    def __call__(
+        self, *, num_sent_bytes: int | None = None, names: tuple[str, ...] = (MODEL,), **fields: Any
+    ) -> RunningServer:
+        own = {key: fields.pop(key) for key in ServerOptions.__slots__ if key in fields}
+        engine = ScriptedEngine(self.script, **fields)
+        server = running_server(engine, self.text, options(**own), num_sent_bytes, names)
+        return self.started.enter_context(server)
+
+
 @contextmanager
 def serving_at(
     service: Service, address: Address, sockets: ServerSockets
@@ -259,7 +284,8 @@ def serving_at(
     port = 0 if address.uds is not None else sockets.bound.getsockname()[1]
     thread = threading.Thread(target=lambda: asyncio.run(run_server(service, address, on_start)))
     thread.start()
-    assert started.wait(TIMEOUT_S)
+    while not started.wait(0.1):
+        assert thread.is_alive(), "the server did not start"
     loop, lifecycle = found[0]
     try:
         yield RunningServer(service, port, loop, lifecycle, thread)

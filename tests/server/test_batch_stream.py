@@ -18,6 +18,7 @@ from tests.server.harness import (
     TIMEOUT_S,
     InBackground,
     RunningServer,
+    Serve,
     options,
     running_server,
 )
@@ -173,9 +174,10 @@ def test_a_viewer_too_many_is_refused_and_the_engine_is_not_watched_once_all_hav
             client.get("/live")
 
 
-def test_comments_keep_a_silent_stream_alive(engine: ScriptedEngine, text: TextFrontend) -> None:
+def test_comments_keep_a_silent_stream_alive(serve: Serve) -> None:
     limits = ServerLimits(keep_alive_s=0.01)
-    with running_server(engine, text, options(limits=limits)) as server, stream(server) as lines:
+    server = serve(limits=limits)
+    with stream(server) as lines:
         next_event(lines)
         assert next(line for line in lines if line) == ": keep-alive"
 

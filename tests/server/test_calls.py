@@ -26,17 +26,12 @@ from tests.server.dialects import (
     streaming,
     told_error,
 )
-from tests.server.harness import RunningServer, options, raw_post, running_server, wait_until
+from tests.server.harness import RunningServer, Serve, options, raw_post, running_server, wait_until
 from tests.server.scripted_engine import ScriptedEngine
 
 KEY = "right-key"
 each_call = pytest.mark.parametrize("name", GENERATING)
 each_dialect = pytest.mark.parametrize("name", DIALECTS)
-
-
-def engine_of(server: RunningServer) -> ScriptedEngine:
-    engine: Any = server.service.models.first.engine
-    return engine
 
 
 def asked(name: str, **fields: Any) -> dict[str, Any]:
@@ -79,7 +74,7 @@ REFUSED: list[tuple[dict[str, Any], int, str, str | None]] = [
 def test_what_no_call_may_be_is_refused_before_the_engine(
     guarded: RunningServer, name: str
 ) -> None:
-    num_submitted = len(engine_of(guarded).submitted)
+    num_submitted = len(guarded.engine.submitted)
     for changes, status, code, param in REFUSED:
         sent = dict(changes)
         own, method = sent.pop("headers", {}), sent.pop("method", "POST")
@@ -93,7 +88,7 @@ def test_what_no_call_may_be_is_refused_before_the_engine(
         check_error(answer, status, code, param, name=name)
         assert (status == 401) == ("www-authenticate" in answer.headers)
         assert answer.headers.get("allow") == ("POST" if status == 405 else None)
-    assert len(engine_of(guarded).submitted) == num_submitted
+    assert len(guarded.engine.submitted) == num_submitted
 
 
 @each_call
@@ -102,22 +97,22 @@ def test_a_keys_tenant_is_that_of_its_requests(
     guarded: RunningServer, name: str, key: dict[str, str]
 ) -> None:
     assert guarded.post(PATHS[name], asked(name), headers=key).status_code == 200
-    assert engine_of(guarded).submitted[-1].tenant == Tenant(name="web", weight=4.0)
+    assert guarded.engine.submitted[-1].tenant == Tenant(name="web", weight=4.0)
 
 
-def test_a_full_queue_is_a_429_at_once(script: tuple[int, ...], text: TextFrontend) -> None:
-    engine = ScriptedEngine(script, max_num_queued_reqs=1)
-    with running_server(engine, text) as server:
-        engine.pause()
-        posts = [server.posting(PATHS["completions"], asked("completions")) for _ in range(5)]
-        wait_until(lambda: engine.num_open == 5)
-        for name in GENERATING:
-            answer = server.post(PATHS[name], asked(name))
-            check_error(answer, 429, "queue_full", name=name)
-            assert answer.headers["retry-after"] == "1"
-        assert f'reason="queue_full"}} {len(GENERATING)}.0' in server.get("/metrics").text
-        engine.resume()
-        assert [post.result().status_code for post in posts] == [200] * 5
+def test_a_full_queue_is_a_429_at_once(serve: Serve) -> None:
+    server = serve(max_num_queued_reqs=1)
+    engine = server.engine
+    engine.pause()
+    posts = [server.posting(PATHS["completions"], asked("completions")) for _ in range(5)]
+    wait_until(lambda: engine.num_open == 5)
+    for name in GENERATING:
+        answer = server.post(PATHS[name], asked(name))
+        check_error(answer, 429, "queue_full", name=name)
+        assert answer.headers["retry-after"] == "1"
+    assert f'reason="queue_full"}} {len(GENERATING)}.0' in server.get("/metrics").text
+    engine.resume()
+    assert [post.result().status_code for post in posts] == [200] * 5
 
 
 @each_call

@@ -30,6 +30,7 @@ from tests.server.harness import (
     TIMEOUT_S,
     HandClock,
     RunningServer,
+    Serve,
     options,
     raw_post,
     read_metrics,
@@ -308,11 +309,12 @@ def test_idle_connections_give_way_to_new_ones_and_every_new_one_is_served(
 
 @pytest.mark.parametrize("header", ["connection: keep-alive", "connection: close"])
 def test_a_slow_reader_of_its_last_answer_is_not_closed_for_others(
-    engine: ScriptedEngine, text: TextFrontend, header: str
+    serve: Serve, header: str
 ) -> None:
     limits = ServerLimits(max_connections=4)
     request = f"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n{header}\r\n\r\n".encode()
-    with running_server(engine, text, options(limits=limits), 4096) as server, socket.socket() as s:
+    server = serve(limits=limits, num_sent_bytes=4096)
+    with socket.socket() as s:
         s.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         s.settimeout(TIMEOUT_S)
         s.connect(("127.0.0.1", server.port))

@@ -14,6 +14,7 @@ from cadenza.server.access import ApiKeys, Cors
 from cadenza.server.limits import ServerLimits
 from tests.server.harness import (
     RunningServer,
+    Serve,
     in_background,
     options,
     read_events,
@@ -209,26 +210,24 @@ def test_a_page_can_read_a_stream(locked: RunningServer) -> None:
         assert list(read_events(answer.iter_lines()))[-1] == "[DONE]"
 
 
-def test_a_page_can_read_that_it_should_try_again(
-    script: tuple[int, ...], text: TextFrontend
-) -> None:
-    engine = ScriptedEngine(script, max_num_queued_reqs=1)
+def test_a_page_can_read_that_it_should_try_again(serve: Serve) -> None:
     headers = {"origin": PAGE}
-    with running_server(engine, text, options(cors=Cors(["*"]))) as server:
+    server = serve(max_num_queued_reqs=1, cors=Cors(["*"]))
+    engine = server.engine
 
-        def post() -> httpx.Response:
-            return server.post("/v1/completions", COMPLETION, headers=headers)
+    def post() -> httpx.Response:
+        return server.post("/v1/completions", COMPLETION, headers=headers)
 
-        engine.pause()
-        posts = in_background([post] * 5)
-        wait_until(lambda: engine.num_open == 5)
-        full = post()
-        engine.resume()
-        assert [each.result().status_code for each in posts] == [200] * 5
-        engine.failing = "not_finite"
-        failed = post()
-        engine.state = "restarting"
-        restarting = post()
+    engine.pause()
+    posts = in_background([post] * 5)
+    wait_until(lambda: engine.num_open == 5)
+    full = post()
+    engine.resume()
+    assert [each.result().status_code for each in posts] == [200] * 5
+    engine.failing = "not_finite"
+    failed = post()
+    engine.state = "restarting"
+    restarting = post()
     assert [each.status_code for each in (full, failed, restarting)] == [429, 500, 503]
     for answer in (full, failed, restarting):
         check_readable(answer)

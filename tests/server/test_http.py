@@ -14,15 +14,13 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.server.http.exchange import SLICE_BYTES, Exchange
 from cadenza.server.http.exchange import Response as Answer
 from cadenza.server.http.listening import Connections
 from cadenza.server.http.protocol import BoundedProtocol, bounded_protocol
 from cadenza.server.limits import BodyBudget, ServerLimits
 from cadenza.server.metrics import ServedCounts
-from tests.server.harness import RunningServer, options, running_server
-from tests.server.scripted_engine import ScriptedEngine
+from tests.server.harness import RunningServer, Serve
 
 BODY = b'{"prompt": "the fox", "max_tokens": 2}'
 STREAM = b'{"prompt": "the fox", "max_tokens": 2, "stream": true}'
@@ -258,12 +256,10 @@ def test_only_http_1_1_is_told_to_go_on(
     assert answers(raw) == statuses
 
 
-def test_a_body_that_is_refused_by_its_length_is_not_asked_for(
-    engine: ScriptedEngine, text: TextFrontend
-) -> None:
+def test_a_body_that_is_refused_by_its_length_is_not_asked_for(serve: Serve) -> None:
     limits = ServerLimits(max_body_bytes=1000)
-    with running_server(engine, text, options(limits=limits)) as server:
-        raw = server.raw(request(b"", "expect: 100-continue", "content-length: 2000"))
+    server = serve(limits=limits)
+    raw = server.raw(request(b"", "expect: 100-continue", "content-length: 2000"))
     assert answers(raw) == [413]
 
 

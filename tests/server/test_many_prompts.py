@@ -26,7 +26,7 @@ from tests.server.harness import (
     TIMEOUT_S,
     InBackground,
     RunningServer,
-    options,
+    Serve,
     raw_post,
     running_server,
     wait_until,
@@ -272,20 +272,18 @@ def test_one_call_leaves_half_of_the_places_to_others(
     assert len(many.result().json()["choices"]) == 500
 
 
-def test_one_call_keeps_the_rows_busy_and_does_not_fill_a_long_queue(
-    script: tuple[int, ...], text: TextFrontend
-) -> None:
+def test_one_call_keeps_the_rows_busy_and_does_not_fill_a_long_queue(serve: Serve) -> None:
     """Of four rows: others wait behind a dozen requests a row, however many the queue may hold."""
-    engine = ScriptedEngine(script, max_num_queued_reqs=5000)
-    with running_server(engine, text) as server:
-        engine.pause()
-        many = server.posting("/v1/completions", {"prompt": [[5]] * 500, "max_tokens": 1})
-        wait_until(lambda: engine.num_open == FURTHER_AT_ONCE)
-        other = server.posting("/v1/completions", {"prompt": [6], "max_tokens": 1})
-        wait_until(lambda: engine.num_open == FURTHER_AT_ONCE + 1)
-        engine.resume()
-        assert other.result().status_code == 200
-        assert len(many.result().json()["choices"]) == 500
+    server = serve(max_num_queued_reqs=5000)
+    engine = server.engine
+    engine.pause()
+    many = server.posting("/v1/completions", {"prompt": [[5]] * 500, "max_tokens": 1})
+    wait_until(lambda: engine.num_open == FURTHER_AT_ONCE)
+    other = server.posting("/v1/completions", {"prompt": [6], "max_tokens": 1})
+    wait_until(lambda: engine.num_open == FURTHER_AT_ONCE + 1)
+    engine.resume()
+    assert other.result().status_code == 200
+    assert len(many.result().json()["choices"]) == 500
     assert [each.prompt_token_ids[0] for each in engine.submitted].index(6) == FURTHER_AT_ONCE
 
 
@@ -319,21 +317,19 @@ def test_calls_with_many_prompts_take_turns(server: RunningServer, engine: Scrip
     assert abs(shared.count(5) - shared.count(6)) <= 1
 
 
-def test_a_call_in_progress_waits_for_a_place_rather_than_fail(
-    script: tuple[int, ...], text: TextFrontend
-) -> None:
+def test_a_call_in_progress_waits_for_a_place_rather_than_fail(serve: Serve) -> None:
     """Four of five places are held throughout; its prompts go through the fifth."""
-    engine = ScriptedEngine(script, max_num_queued_reqs=1, max_model_len=1 << 20, step_s=0.001)
-    with running_server(engine, text) as server:
-        long = {"prompt": [6], "max_tokens": 1 << 19, "stream": True}
-        connections = [server.connect() for _ in range(4)]
-        for connection in connections:
-            connection.sendall(raw_post("/v1/completions", json.dumps(long).encode()))
-        wait_until(lambda: engine.num_open == 4)
-        answer = server.post("/v1/completions", {"prompt": [[5]] * 20, "max_tokens": 2})
-        assert engine.num_open == 4
-        for connection in connections:
-            connection.close()
+    server = serve(max_num_queued_reqs=1, max_model_len=1 << 20, step_s=0.001)
+    engine = server.engine
+    long = {"prompt": [6], "max_tokens": 1 << 19, "stream": True}
+    connections = [server.connect() for _ in range(4)]
+    for connection in connections:
+        connection.sendall(raw_post("/v1/completions", json.dumps(long).encode()))
+    wait_until(lambda: engine.num_open == 4)
+    answer = server.post("/v1/completions", {"prompt": [[5]] * 20, "max_tokens": 2})
+    assert engine.num_open == 4
+    for connection in connections:
+        connection.close()
     assert len(answer.json()["choices"]) == 20
 
 
@@ -368,16 +364,16 @@ def test_a_cancelled_call_tells_the_end_of_every_choice(
     assert len(engine.submitted) == NUM_PLACES // 2
 
 
-def test_a_call_as_a_whole_has_one_deadline(script: tuple[int, ...], text: TextFrontend) -> None:
-    engine = ScriptedEngine(script, timeouts=RequestTimeouts(total_s=0.3))
-    with running_server(engine, text) as server:
-        engine.pause()
-        answer = server.post("/v1/completions", {"prompt": [[5]] * 500, "max_tokens": 1})
-        assert answer.status_code == 504
-        assert answer.json()["error"]["code"] == "deadline_exceeded"
-        assert "--request-timeout" in answer.json()["error"]["message"]
-        wait_until(lambda: not engine.num_open)
-        engine.resume()
+def test_a_call_as_a_whole_has_one_deadline(serve: Serve) -> None:
+    server = serve(timeouts=RequestTimeouts(total_s=0.3))
+    engine = server.engine
+    engine.pause()
+    answer = server.post("/v1/completions", {"prompt": [[5]] * 500, "max_tokens": 1})
+    assert answer.status_code == 504
+    assert answer.json()["error"]["code"] == "deadline_exceeded"
+    assert "--request-timeout" in answer.json()["error"]["message"]
+    wait_until(lambda: not engine.num_open)
+    engine.resume()
 
 
 def test_a_prompt_that_the_engine_refuses_later_fails_the_call(
@@ -393,14 +389,13 @@ def test_a_prompt_that_the_engine_refuses_later_fails_the_call(
     wait_until(lambda: not engine.num_open)
 
 
-def test_a_server_that_ends_tells_a_call_whose_prompts_wait(
-    engine: ScriptedEngine, text: TextFrontend
-) -> None:
-    with running_server(engine, text, options(limits=ServerLimits(drain_s=0.1))) as server:
-        engine.pause()
-        call = server.posting("/v1/completions", {"prompt": [[5]] * 500, "max_tokens": 1})
-        wait_until(lambda: engine.num_open == NUM_PLACES // 2)
-        server.call(server.lifecycle.ask)
-        answer = call.result()
-        server.thread.join(TIMEOUT_S)
+def test_a_server_that_ends_tells_a_call_whose_prompts_wait(serve: Serve) -> None:
+    server = serve(limits=ServerLimits(drain_s=0.1))
+    engine = server.engine
+    engine.pause()
+    call = server.posting("/v1/completions", {"prompt": [[5]] * 500, "max_tokens": 1})
+    wait_until(lambda: engine.num_open == NUM_PLACES // 2)
+    server.call(server.lifecycle.ask)
+    answer = call.result()
+    server.thread.join(TIMEOUT_S)
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "draining")

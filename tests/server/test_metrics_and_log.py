@@ -26,6 +26,7 @@ from tests.ports import kept_port
 from tests.server.harness import (
     TIMEOUT_S,
     RunningServer,
+    Serve,
     options,
     read_metrics,
     running_server,
@@ -237,14 +238,11 @@ def test_a_key_of_their_own_opens_the_metrics_alone(
         assert status(f"{server.url}/v1/models", API_KEY) == 200
 
 
-def test_a_key_of_their_own_closes_the_metrics_of_an_open_server(
-    script: tuple[int, ...], text: TextFrontend
-) -> None:
-    settings = options(metrics_keys=ApiKeys([METRICS_KEY]))
-    with running_server(ScriptedEngine(script), text, settings) as server:
-        assert status(f"{server.url}/metrics") == 401
-        assert status(f"{server.url}/metrics", METRICS_KEY) == 200
-        assert status(f"{server.url}/v1/models") == 200
+def test_a_key_of_their_own_closes_the_metrics_of_an_open_server(serve: Serve) -> None:
+    server = serve(metrics_keys=ApiKeys([METRICS_KEY]))
+    assert status(f"{server.url}/metrics") == 401
+    assert status(f"{server.url}/metrics", METRICS_KEY) == 200
+    assert status(f"{server.url}/v1/models") == 200
 
 
 def test_a_successor_has_the_port_once_the_predecessor_has_handed_over(
@@ -324,8 +322,6 @@ def test_health_has_the_proof_of_the_kernels(script: tuple[int, ...], text: Text
         assert server.get("/ready").json() == {"status": "ready"}
 
 
-def test_health_has_no_proof_where_none_is_needed(
-    script: tuple[int, ...], text: TextFrontend
-) -> None:
-    with running_server(ScriptedEngine(script), text) as server:
-        assert server.get("/health").json() == {"status": "ready"}
+def test_health_has_no_proof_where_none_is_needed(serve: Serve) -> None:
+    server = serve()
+    assert server.get("/health").json() == {"status": "ready"}

@@ -16,7 +16,7 @@ from cadenza.server.calls.record import AnswerTimes, Usage
 from cadenza.server.ollama.generate import LineEncoder, OllamaChatRequest, chat_shape
 from cadenza.server.ollama.models import tagged
 from cadenza.server.openai.chat import ChatRequest
-from tests.server.harness import RunningServer, running_server
+from tests.server.harness import RunningServer, Serve, running_server
 from tests.server.scripted_engine import ScriptedEngine
 
 RECORDED = json.loads((Path(__file__).parent / "ollama_requests.json").read_text())
@@ -246,27 +246,27 @@ def test_embeddings_are_those_of_the_other_endpoint(scripted: RunningServer) -> 
     assert refused(scripted.post("/api/embed", {"input": ["a", ""]}))[0] == 400
 
 
-def test_models_are_listed_by_names_that_work(script: tuple[int, ...], text: TextFrontend) -> None:
+def test_models_are_listed_by_names_that_work(serve: Serve) -> None:
     names = ("tiny", "owner/model", "small:4b")
-    with running_server(ScriptedEngine(script), text, names=names) as server:
-        listed = server.get("/api/tags").json()["models"]
-        assert [each["model"] for each in listed] == [
-            "tiny:latest",
-            "owner/model:latest",
-            "small:4b",
-        ]
-        assert listed == [
-            {key: each[key] for key in listed[0]} for each in server.get("/api/ps").json()["models"]
-        ]
-        for each in listed:
-            shown = server.post("/api/show", {"name": each["name"]}).json()
-            assert shown["details"] == each["details"]
-            family = shown["model_info"]["general.architecture"]
-            assert shown["model_info"][f"{family}.context_length"] == 256
-            answer = ask(server, stream=False, model=each["model"])
-            assert answer.json()["model"] == each["model"]
-        assert refused(server.post("/api/show", {"model": "small"}))[0] == 404
-        assert refused(ask(server, model="llama3.2:1b"))[0] == 404
+    server = serve(names=names)
+    listed = server.get("/api/tags").json()["models"]
+    assert [each["model"] for each in listed] == [
+        "tiny:latest",
+        "owner/model:latest",
+        "small:4b",
+    ]
+    assert listed == [
+        {key: each[key] for key in listed[0]} for each in server.get("/api/ps").json()["models"]
+    ]
+    for each in listed:
+        shown = server.post("/api/show", {"name": each["name"]}).json()
+        assert shown["details"] == each["details"]
+        family = shown["model_info"]["general.architecture"]
+        assert shown["model_info"][f"{family}.context_length"] == 256
+        answer = ask(server, stream=False, model=each["model"])
+        assert answer.json()["model"] == each["model"]
+    assert refused(server.post("/api/show", {"model": "small"}))[0] == 404
+    assert refused(ask(server, model="llama3.2:1b"))[0] == 404
 
 
 def test_tags_are_added_to_names_without_one() -> None:

@@ -22,7 +22,7 @@ from cadenza.server.operations.pages import (
     PageFacts,
     render_page,
 )
-from tests.server.harness import RunningServer, options, running_server
+from tests.server.harness import RunningServer, Serve, options, running_server
 from tests.server.scripted_engine import ScriptedEngine
 
 BROWSER = {"accept": "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"}
@@ -129,12 +129,12 @@ def test_no_text_becomes_part_of_the_page(text: str) -> None:
     assert Reader(page.decode()).text.count(text) >= 9
 
 
-def test_a_hostile_name_is_shown_as_it_is(script: tuple[int, ...], text: TextFrontend) -> None:
-    with running_server(ScriptedEngine(script), text, names=HOSTILE) as server:
-        answer = page_of(server)
-        assert "<script" not in answer.text
-        assert "<img" not in answer.text
-        assert HOSTILE[0] in Reader(answer.text).text
+def test_a_hostile_name_is_shown_as_it_is(serve: Serve) -> None:
+    server = serve(names=HOSTILE)
+    answer = page_of(server)
+    assert "<script" not in answer.text
+    assert "<img" not in answer.text
+    assert HOSTILE[0] in Reader(answer.text).text
 
 
 def test_a_host_that_is_no_address_is_not_repeated(scripted: RunningServer) -> None:
@@ -144,19 +144,16 @@ def test_a_host_that_is_no_address_is_not_repeated(scripted: RunningServer) -> N
     assert "http://HOST:PORT/v1" in answer.text
 
 
-def test_with_keys_the_model_is_shown_to_who_sends_one(
-    script: tuple[int, ...], text: TextFrontend
-) -> None:
-    settings = options(keys=ApiKeys([KEY]))
+def test_with_keys_the_model_is_shown_to_who_sends_one(serve: Serve) -> None:
     names = ("secret-model",)
-    with running_server(ScriptedEngine(script), text, settings, names=names) as server:
-        for headers in ({}, {"authorization": "Bearer another-key"}):
-            shown = page_of(server, **headers).text
-            assert "secret-model" not in shown
-            assert "256 tokens" not in shown
-            assert "API keys" in shown
-        assert "secret-model" in page_of(server, authorization=f"Bearer {KEY}").text
-        assert "secret-model" not in server.get("/").text
+    server = serve(keys=ApiKeys([KEY]), names=names)
+    for headers in ({}, {"authorization": "Bearer another-key"}):
+        shown = page_of(server, **headers).text
+        assert "secret-model" not in shown
+        assert "256 tokens" not in shown
+        assert "API keys" in shown
+    assert "secret-model" in page_of(server, authorization=f"Bearer {KEY}").text
+    assert "secret-model" not in server.get("/").text
 
 
 def test_the_page_says_why_nothing_is_served(server: RunningServer, engine: ScriptedEngine) -> None:

@@ -35,6 +35,7 @@ from tests.cli.harness import write_model
 from tests.server.harness import (
     TIMEOUT_S,
     RunningServer,
+    Serve,
     WatchedService,
     read_metrics,
     running_server,
@@ -145,11 +146,9 @@ def test_a_prompt_may_fill_the_context(scripted: RunningServer) -> None:
     assert vectors(ask(scripted, [5] * 300, truncate_prompt_tokens=256))[0][0] == 256.0
 
 
-def test_an_engine_without_hidden_states_is_named(
-    script: tuple[int, ...], text: TextFrontend
-) -> None:
-    with running_server(ScriptedEngine(script, hidden_size=None), text) as server:
-        answer = ask(server, "x")
+def test_an_engine_without_hidden_states_is_named(serve: Serve) -> None:
+    server = serve(hidden_size=None)
+    answer = ask(server, "x")
     assert error(answer) == (400, "invalid_value", "pooling")
     assert "scripted backend" in answer.json()["error"]["message"]
 
@@ -184,14 +183,12 @@ def test_an_answer_has_at_most_64_mib(fields: dict[str, Any], num_inputs: int, a
     larger.check_size(None)  # which the engine refuses
 
 
-def test_an_answer_that_is_too_large_is_refused_before_the_work(
-    script: tuple[int, ...], text: TextFrontend
-) -> None:
-    engine = ScriptedEngine(script, hidden_size=1 << 20)
-    with running_server(engine, text) as server:
-        assert error(ask(server, TEXTS)) == (400, "invalid_value", "input")
-        assert not engine.submitted
-        assert vectors(ask(server, TEXTS, dimensions=2))[0][0] > 0
+def test_an_answer_that_is_too_large_is_refused_before_the_work(serve: Serve) -> None:
+    server = serve(hidden_size=1 << 20)
+    engine = server.engine
+    assert error(ask(server, TEXTS)) == (400, "invalid_value", "input")
+    assert not engine.submitted
+    assert vectors(ask(server, TEXTS, dimensions=2))[0][0] > 0
 
 
 def test_more_inputs_than_the_queue_holds_come_in_their_order(scripted: RunningServer) -> None:
@@ -301,12 +298,10 @@ def test_texts_may_stand_in_objects(scripted: RunningServer) -> None:
     assert found == rank(scripted).json()["results"]
 
 
-def test_a_rerank_without_hidden_states_names_the_engine(
-    script: tuple[int, ...], text: TextFrontend
-) -> None:
-    with running_server(ScriptedEngine(script, hidden_size=None), text) as server:
-        error = rank(server).json()["error"]
-        assert "its backend gives no hidden states" in error["message"]
+def test_a_rerank_without_hidden_states_names_the_engine(serve: Serve) -> None:
+    server = serve(hidden_size=None)
+    error = rank(server).json()["error"]
+    assert "its backend gives no hidden states" in error["message"]
 
 
 @pytest.fixture(scope="module")

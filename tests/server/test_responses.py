@@ -9,7 +9,6 @@ import pytest
 from openai.types.responses import Response
 from openai.types.responses.response_create_params import ResponseCreateParamsBase
 
-from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.server.access import ApiKeys
 from cadenza.server.calls.conversation import with_system
 from cadenza.server.limits import ServerLimits
@@ -17,7 +16,7 @@ from cadenza.server.openai.response_items import input_items, messages_of
 from cadenza.server.openai.responses import ResponseRequest
 from cadenza.server.response_store import ResponseStore, StoreBounds, StoredResponse
 from tests.server.dialects import context_of
-from tests.server.harness import RunningServer, options, running_server, wait_until
+from tests.server.harness import RunningServer, Serve, wait_until
 from tests.server.scripted_engine import ScriptedEngine
 
 PATH = "/v1/responses"
@@ -194,20 +193,17 @@ def test_items_of_stored_responses_are_referred_to_by_their_ids(
     assert (gone.status_code, gone.json()["error"]["param"]) == (400, "input")
 
 
-def test_items_that_are_referred_to_have_together_the_bytes_of_a_body(
-    script: tuple[int, ...], text: TextFrontend
-) -> None:
+def test_items_that_are_referred_to_have_together_the_bytes_of_a_body(serve: Serve) -> None:
     limits = ServerLimits(max_body_bytes=4096)
-    engine = ScriptedEngine(script, max_model_len=1 << 14)
-    with running_server(engine, text, options(limits=limits)) as server:
-        long = respond(server, input="x" * 1500)
-        listed = server.get(f"{PATH}/{long['id']}/input_items").json()["data"]
-        reference = {"id": listed[0]["id"]}
-        twice = respond(server, input=[reference] * 2)
-        assert server.get(f"{PATH}/{twice['id']}/input_items").json()["data"] == listed * 2
-        num_bytes = server.service.responses.num_bytes
-        refused = server.post(PATH, {**BODY, "input": [reference] * 3})
-        assert server.service.responses.num_bytes == num_bytes
+    server = serve(max_model_len=1 << 14, limits=limits)
+    long = respond(server, input="x" * 1500)
+    listed = server.get(f"{PATH}/{long['id']}/input_items").json()["data"]
+    reference = {"id": listed[0]["id"]}
+    twice = respond(server, input=[reference] * 2)
+    assert server.get(f"{PATH}/{twice['id']}/input_items").json()["data"] == listed * 2
+    num_bytes = server.service.responses.num_bytes
+    refused = server.post(PATH, {**BODY, "input": [reference] * 3})
+    assert server.service.responses.num_bytes == num_bytes
     error = refused.json()["error"]
     assert (refused.status_code, error["param"]) == (400, "input")
     assert "input[2]" in error["message"]
@@ -237,11 +233,9 @@ def test_a_response_is_stored_unless_that_is_not_wanted(scripted: RunningServer)
     assert scripted.get(f"{PATH}/{answer['id']}").status_code == 404
 
 
-def test_a_response_in_progress_can_be_cancelled(
-    script: tuple[int, ...], text: TextFrontend
-) -> None:
-    engine = ScriptedEngine(script, step_s=0.01)
-    with running_server(engine, text) as server, server.client() as client:
+def test_a_response_in_progress_can_be_cancelled(serve: Serve) -> None:
+    server = serve(step_s=0.01)
+    with server.client() as client:
         body = {**BODY, "max_output_tokens": 200, "stream": True}
         with client.stream("POST", PATH, json=body) as response:
             lines = response.iter_lines()
@@ -257,9 +251,10 @@ def test_a_response_in_progress_can_be_cancelled(
         assert server.post(f"{PATH}/resp_none/cancel").status_code == 404
 
 
-def test_a_response_that_is_left_is_forgotten(script: tuple[int, ...], text: TextFrontend) -> None:
-    engine = ScriptedEngine(script, step_s=0.01)
-    with running_server(engine, text) as server, server.client() as client:
+def test_a_response_that_is_left_is_forgotten(serve: Serve) -> None:
+    server = serve(step_s=0.01)
+    engine = server.engine
+    with server.client() as client:
         body = {**BODY, "max_output_tokens": 200, "stream": True}
         with client.stream("POST", PATH, json=body) as response:
             lines = response.iter_lines()
@@ -269,35 +264,31 @@ def test_a_response_that_is_left_is_forgotten(script: tuple[int, ...], text: Tex
         assert engine.num_open == 0
 
 
-def test_a_failed_stream_ends_with_a_failed_response(
-    script: tuple[int, ...], text: TextFrontend
-) -> None:
-    engine = ScriptedEngine(script)
+def test_a_failed_stream_ends_with_a_failed_response(serve: Serve) -> None:
+    server = serve()
+    engine = server.engine
     engine.failing = "step_failed"
-    with running_server(engine, text) as server:
-        last = streamed(server)[-1]
-        assert last["type"] == "response.failed"
-        assert last["response"]["error"]["code"] == "server_error"
-        assert server.get(f"{PATH}/{last['response']['id']}").json() == last["response"]
+    last = streamed(server)[-1]
+    assert last["type"] == "response.failed"
+    assert last["response"]["error"]["code"] == "server_error"
+    assert server.get(f"{PATH}/{last['response']['id']}").json() == last["response"]
 
 
-def test_a_tenant_reaches_only_its_own_responses(
-    script: tuple[int, ...], text: TextFrontend
-) -> None:
+def test_a_tenant_reaches_only_its_own_responses(serve: Serve) -> None:
     keys = ("first-key-1", "second-key-2")
-    with running_server(ScriptedEngine(script), text, options(keys=ApiKeys(keys))) as server:
-        own, other = ({"authorization": f"Bearer {key}"} for key in keys)
-        answer = server.post(PATH, BODY, headers=own).json()
-        url = f"{PATH}/{answer['id']}"
-        assert server.get(url, headers=own).status_code == 200
-        assert server.get(url, headers=other).status_code == 404
-        assert server.get(url).status_code == 401
-        body = {**BODY, "previous_response_id": answer["id"]}
-        assert server.post(PATH, body, headers=other).status_code == 400
-        referring = {**BODY, "input": [{"type": "item_reference", "id": answer["output"][0]["id"]}]}
-        assert server.post(PATH, referring, headers=other).status_code == 400
-        assert server.post(PATH, referring, headers=own).status_code == 200
-        assert server.post(PATH, body, headers=own).status_code == 200
+    server = serve(keys=ApiKeys(keys))
+    own, other = ({"authorization": f"Bearer {key}"} for key in keys)
+    answer = server.post(PATH, BODY, headers=own).json()
+    url = f"{PATH}/{answer['id']}"
+    assert server.get(url, headers=own).status_code == 200
+    assert server.get(url, headers=other).status_code == 404
+    assert server.get(url).status_code == 401
+    body = {**BODY, "previous_response_id": answer["id"]}
+    assert server.post(PATH, body, headers=other).status_code == 400
+    referring = {**BODY, "input": [{"type": "item_reference", "id": answer["output"][0]["id"]}]}
+    assert server.post(PATH, referring, headers=other).status_code == 400
+    assert server.post(PATH, referring, headers=own).status_code == 200
+    assert server.post(PATH, body, headers=own).status_code == 200
 
 
 @pytest.mark.parametrize("query", ["limit=0", "limit=x", "order=up", "after=none", "odd=1"])

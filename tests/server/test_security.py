@@ -11,7 +11,7 @@ from cadenza.server.access import ApiKeys, read_keys
 from cadenza.server.openapi import EVERYWHERE, describe_api
 from cadenza.server.operations.pages import UI_PATHS
 from cadenza.server.routes import OPEN_PATHS, ROUTES, dialect_of
-from tests.server.harness import RunningServer, options, running_server
+from tests.server.harness import RunningServer, Serve, options, running_server
 from tests.server.scripted_engine import ScriptedEngine
 
 KEYS = ("first-key", "second-key")
@@ -94,13 +94,13 @@ def test_probes_answer_without_a_key(locked: RunningServer) -> None:
         assert locked.get(path).status_code == 200
 
 
-def test_tenants_and_salts_share_no_prefix(script: tuple[int, ...], text: TextFrontend) -> None:
-    engine = ScriptedEngine(script)
-    with running_server(engine, text, options(keys=ApiKeys(KEYS))) as server:
-        for key, salt in ((0, None), (1, None), (0, "a"), (1, "a"), (0, None)):
-            headers = {"authorization": f"Bearer {KEYS[key]}"}
-            body = {"prompt": "x", "max_tokens": 1, "cache_salt": salt}
-            assert server.post("/v1/completions", body, headers=headers).status_code == 200
+def test_tenants_and_salts_share_no_prefix(serve: Serve) -> None:
+    server = serve(keys=ApiKeys(KEYS))
+    engine = server.engine
+    for key, salt in ((0, None), (1, None), (0, "a"), (1, "a"), (0, None)):
+        headers = {"authorization": f"Bearer {KEYS[key]}"}
+        body = {"prompt": "x", "max_tokens": 1, "cache_salt": salt}
+        assert server.post("/v1/completions", body, headers=headers).status_code == 200
     salts = [request.cache_salt for request in engine.submitted]
     assert len(set(salts)) == 4
     assert salts[0] == salts[4]
@@ -119,23 +119,20 @@ def test_a_calls_priority_is_that_of_its_requests(
     assert server.post(path, {field: "x", "priority": 0}).status_code == 200
 
 
-def test_a_request_of_another_tenant_cannot_be_cancelled(
-    script: tuple[int, ...], text: TextFrontend
-) -> None:
-    engine = ScriptedEngine(script, step_s=0.01)
-    with running_server(engine, text, options(keys=ApiKeys(KEYS))) as server:
-        own, other = ({"authorization": f"Bearer {key}"} for key in KEYS)
-        body = {"prompt": "x", "max_tokens": 200, "stream": True, "request_id": "mine-1"}
-        with (
-            server.client() as client,
-            client.stream("POST", "/v1/completions", json=body, headers=own) as response,
-        ):
-            lines = response.iter_lines()
-            next(lines)
-            path = "/v1/requests/mine-1/cancel"
-            assert server.post(path, headers=other).status_code == 404
-            assert server.post(path, headers=own).status_code == 200
-            assert list(lines)[-2] == "data: [DONE]"
+def test_a_request_of_another_tenant_cannot_be_cancelled(serve: Serve) -> None:
+    server = serve(step_s=0.01, keys=ApiKeys(KEYS))
+    own, other = ({"authorization": f"Bearer {key}"} for key in KEYS)
+    body = {"prompt": "x", "max_tokens": 200, "stream": True, "request_id": "mine-1"}
+    with (
+        server.client() as client,
+        client.stream("POST", "/v1/completions", json=body, headers=own) as response,
+    ):
+        lines = response.iter_lines()
+        next(lines)
+        path = "/v1/requests/mine-1/cancel"
+        assert server.post(path, headers=other).status_code == 404
+        assert server.post(path, headers=own).status_code == 200
+        assert list(lines)[-2] == "data: [DONE]"
 
 
 def test_keys_are_read_from_files_and_weak_ones_refused(tmp_path) -> None:

@@ -32,7 +32,7 @@ from cadenza.server.tenants import (
     read_tenants,
 )
 from cadenza.tenant import Tenant
-from tests.server.harness import RunningServer, options, raw_post, running_server, wait_until
+from tests.server.harness import RunningServer, Serve, options, raw_post, running_server, wait_until
 from tests.server.scripted_engine import ScriptedEngine
 
 HASHED = "sha256:" + sha256(b"hashed-key").hexdigest()
@@ -321,13 +321,12 @@ def flooded(
         yield Flooded(server, engine, sockets)
 
 
-def test_without_keys_only_the_queue_itself_is_full(
-    script: tuple[int, ...], text: TextFrontend
-) -> None:
+def test_without_keys_only_the_queue_itself_is_full(serve: Serve) -> None:
     """Calls whose bodies are still read take no share of the queue; a refusal names its flag."""
-    engine = ScriptedEngine(script, max_num_queued_reqs=12)
     body = json.dumps({"prompt": [6], "max_tokens": 2, "ignore_eos": True}).encode()
-    with running_server(engine, text) as server, ExitStack() as sockets:
+    server = serve(max_num_queued_reqs=12)
+    engine = server.engine
+    with ExitStack() as sockets:
         engine.pause()
         crowd = Flooded(server, engine, sockets)
         slow = [sockets.enter_context(server.connect()) for _ in range(16)]

@@ -20,8 +20,7 @@ from cadenza.server.fields.body import (
 from cadenza.structured import StructuredOutput
 from cadenza.text.templates.notices import MAX_NOTICES
 from tests.server.bodies import BODIES, NEEDED, PATHS, USER, checked, read, refusal
-from tests.server.harness import RunningServer, options, running_server
-from tests.server.scripted_engine import ScriptedEngine
+from tests.server.harness import RunningServer, Serve
 
 STRICT: tuple[UnknownFields, ...] = ("suggest", "refuse")
 NEAR = {
@@ -175,31 +174,29 @@ def chat_schema(server: RunningServer) -> dict[str, Any]:
     return route["requestBody"]["content"]["application/json"]["schema"]
 
 
-def test_strict_fields_are_strict_everywhere(engine: ScriptedEngine, text: TextFrontend) -> None:
-    with running_server(engine, text, options(unknown_fields="refuse")) as server:
-        for name, path in PATHS.items():
-            refused = server.post(path, {**NEEDED[name], "frob": 1})
-            assert refused.status_code == 400, name
-            assert "frob" in refused.text
-        schema = chat_schema(server)
+def test_strict_fields_are_strict_everywhere(serve: Serve) -> None:
+    server = serve(unknown_fields="refuse")
+    for name, path in PATHS.items():
+        refused = server.post(path, {**NEEDED[name], "frob": 1})
+        assert refused.status_code == 400, name
+        assert "frob" in refused.text
+    schema = chat_schema(server)
     for each in (schema, schema["properties"]["messages"]["items"]):
         assert each["additionalProperties"] == {"type": "null"}
 
 
-def test_a_server_for_gateways_ignores_fields_that_it_does_not_know(
-    engine: ScriptedEngine, text: TextFrontend
-) -> None:
+def test_a_server_for_gateways_ignores_fields_that_it_does_not_know(serve: Serve) -> None:
     unknown = {"maxtokens": 1, "provider": {"order": ["x"]}, "frob": [None]}
-    with running_server(engine, text, options(unknown_fields="ignore")) as server:
-        for name, path in PATHS.items():
-            assert server.post(path, {**NEEDED[name], **unknown}).status_code == 200, name
-        plain, other = (
-            server.post(PATHS["chat"], {**NEEDED["chat"], **more}) for more in ({}, unknown)
-        )
-        assert plain.json()["choices"] == other.json()["choices"]
-        refused = server.post(PATHS["chat"], {**NEEDED["chat"], **unknown, "mirostat": 2})
-        assert refused.json()["error"]["param"] == "mirostat"
-        assert chat_schema(server)["additionalProperties"] is True
+    server = serve(unknown_fields="ignore")
+    for name, path in PATHS.items():
+        assert server.post(path, {**NEEDED[name], **unknown}).status_code == 200, name
+    plain, other = (
+        server.post(PATHS["chat"], {**NEEDED["chat"], **more}) for more in ({}, unknown)
+    )
+    assert plain.json()["choices"] == other.json()["choices"]
+    refused = server.post(PATHS["chat"], {**NEEDED["chat"], **unknown, "mirostat": 2})
+    assert refused.json()["error"]["param"] == "mirostat"
+    assert chat_schema(server)["additionalProperties"] is True
 
 
 NAMES = ("completions", "chat", "responses", "messages")
