@@ -43,7 +43,6 @@ from cadenza.server.openai.response_answer import (
 from cadenza.server.openai.response_items import (
     REFERENCE,
     TEXT_FORM,
-    AskedForm,
     ReasoningOptions,
     ResponseStreamOptions,
     TextOptions,
@@ -158,7 +157,7 @@ class ResponseRequest(ThinkingSwitches, LabelledBody, GenerationRequest):
 
     @property
     def form(self) -> StructuredOutput | None:
-        return self._text_format.form
+        return (self._text.format or TEXT_FORM).form
 
     def prompts(self, text: TextFrontend) -> list[ChatPrompt]:
         given, messages = self._conversation
@@ -166,11 +165,11 @@ class ResponseRequest(ThinkingSwitches, LabelledBody, GenerationRequest):
             messages=messages,
             use=self.use,
             thinking=self.asked,
-            verbosity=self._verbosity,
+            verbosity=self._text.verbosity,
             variables=self.chat_template_kwargs,
         )
         made = asked.prompt(text)
-        if self._is_stored:
+        if self.store:
             self._given = _encode_items(given, self._context.request_id)
         return [made]
 
@@ -188,7 +187,7 @@ class ResponseRequest(ThinkingSwitches, LabelledBody, GenerationRequest):
             fields=self._response(head, self.sampling(head.text)),
             input=self._given,
             tenant=self._context.tenant,
-            store=self._context.responses if self._is_stored else None,
+            store=self._context.responses if self.store else None,
             tools={tool.name: tool for tool in self.tools or ()},
         )
         return ResponseEncoder(head, frame)
@@ -199,17 +198,8 @@ class ResponseRequest(ThinkingSwitches, LabelledBody, GenerationRequest):
         return super().param_of(param)
 
     @property
-    def _is_stored(self) -> bool:
-        return self.store is not False
-
-    @property
-    def _verbosity(self) -> str | None:
-        return None if self.text is None else self.text.verbosity
-
-    @property
-    def _text_format(self) -> AskedForm:
-        asked = None if self.text is None else self.text.format
-        return TEXT_FORM if asked is None else asked
+    def _text(self) -> TextOptions:
+        return self.text or TextOptions({})
 
     def _response(self, head: AnswerHead, params: SamplingParams) -> dict[str, Any]:
         return {
@@ -224,7 +214,7 @@ class ResponseRequest(ThinkingSwitches, LabelledBody, GenerationRequest):
             "parallel_tool_calls": self.parallel_tool_calls,
             "previous_response_id": self.previous_response_id,
             "reasoning": {"effort": self.asked.effort, "summary": None},
-            "store": self._is_stored,
+            "store": self.store,
             "temperature": params.temperature,
             "tool_choice": _shown_choice(self.tool_choice),
             "top_p": params.top_p,
@@ -234,15 +224,13 @@ class ResponseRequest(ThinkingSwitches, LabelledBody, GenerationRequest):
         }
 
     def _shown(self) -> dict[str, Any]:
+        asked = self._text
+        verbosity = {} if asked.verbosity is None else {"verbosity": asked.verbosity}
         return {
             "metadata": self.metadata or {},
-            "text": {"format": self._text_format.given, **_given(verbosity=self._verbosity)},
+            "text": {"format": (asked.format or TEXT_FORM).given, **verbosity},
             "tools": _shown_tools(self.tools or ()),
         }
-
-
-def _given(**members: object) -> dict[str, object]:
-    return {name: value for name, value in members.items() if value is not None}
 
 
 def _check_unicode(name: str, value: object) -> None:
