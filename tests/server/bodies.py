@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from cadenza.server.anthropic.messages import MESSAGES, MessageRequest
-from cadenza.server.calls.request import CallRequest, GeneratingEndpoint
+from cadenza.server.calls.endpoint import CallRequest, GeneratingEndpoint
 from cadenza.server.errors import ApiError
 from cadenza.server.fields.body import Body, UnknownFields
 from cadenza.server.limits import ServerLimits

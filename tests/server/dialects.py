@@ -12,8 +12,7 @@ import httpx
 from cadenza.frontend.receipts import ReceiptSeal
 from cadenza.frontend.sampling_defaults import SamplingDefaults
 from cadenza.outputs import CompletionOutput, OutputPart, RequestOutput
-from cadenza.server.calls.encoder import AnswerHead, StreamEncoder
-from cadenza.server.calls.request import CallContext, CallRequest
+from cadenza.server.calls.endpoint import AnswerHead, CallContext, CallRequest, StreamEncoder
 from cadenza.server.response_store import ResponseStore, StoreBounds
 from tests.server.bodies import PATHS
 from tests.server.harness import RunningServer

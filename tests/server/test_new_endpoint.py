@@ -10,8 +10,7 @@ import pytest
 from cadenza.frontend.prepared_request import AnyPrompt
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.outputs import CompletionOutput, RequestOutput
-from cadenza.server.calls.encoder import AnswerHead, PromptInfo, StreamEncoder
-from cadenza.server.calls.request import GeneratingEndpoint
+from cadenza.server.calls.endpoint import AnswerHead, GeneratingEndpoint, PromptInfo, StreamEncoder
 from cadenza.server.errors import ApiError, invalid_value
 from cadenza.server.fields.body import optional, required
 from cadenza.server.fields.types import OneOf, String

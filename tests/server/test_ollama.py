@@ -11,7 +11,7 @@ from cadenza.checkpoint.opening import open_checkpoint
 from cadenza.frontend.loaded_model import LoadedModel
 from cadenza.frontend.prepared_request import OWN_TERMS
 from cadenza.frontend.text_frontend import TextFrontend
-from cadenza.server.calls.encoder import AnswerHead
+from cadenza.server.calls.endpoint import AnswerHead
 from cadenza.server.calls.record import AnswerTimes, Usage
 from cadenza.server.ollama.generate import LineEncoder, OllamaChatRequest, chat_shape
 from cadenza.server.ollama.models import tagged

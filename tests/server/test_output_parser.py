@@ -15,7 +15,7 @@ from cadenza.frontend.sample_output import SampleOutput
 from cadenza.frontend.sparse_prompts import SparsePrompts
 from cadenza.outputs import OutputPart
 from cadenza.request import Request
-from cadenza.server.calls.encoder import AnswerHead
+from cadenza.server.calls.endpoint import AnswerHead
 from cadenza.server.openai.chat import ChatRequest
 from cadenza.text import StopMatcher
 from cadenza.text.answers.part_parser import MakeParser

@@ -16,9 +16,15 @@ from cadenza.events import FinishReason
 from cadenza.frontend.output_processor import OutputProcessor, describe_fault
 from cadenza.frontend.prepared_request import PreparedRequest, Terms
 from cadenza.outputs import CompletionOutput, RequestOutput
-from cadenza.server.calls.encoder import AnswerEncoder, AnswerHead, StreamEncoder
+from cadenza.server.calls.endpoint import (
+    AnswerEncoder,
+    AnswerHead,
+    CallContext,
+    CallRequest,
+    GeneratingEndpoint,
+    StreamEncoder,
+)
 from cadenza.server.calls.record import RequestRecord, Usage
-from cadenza.server.calls.request import CallContext, CallRequest, GeneratingEndpoint
 from cadenza.server.errors import (
     ApiError,
     Headers,

@@ -8,7 +8,7 @@ from functools import partial
 import msgspec
 
 from cadenza.server.anthropic.messages import ANTHROPIC, MESSAGES
-from cadenza.server.calls.request import GeneratingEndpoint
+from cadenza.server.calls.endpoint import GeneratingEndpoint
 from cadenza.server.generation import Generation, OneAtATime
 from cadenza.server.http.exchange import OPENAI, Dialect, Exchange, Handler, Response
 from cadenza.server.ollama.generate import (

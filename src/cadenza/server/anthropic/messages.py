@@ -28,16 +28,18 @@ from cadenza.server.anthropic.blocks import (
     system_text,
 )
 from cadenza.server.calls.conversation import AskedConversation, continuing, with_system
-from cadenza.server.calls.encoder import (
+from cadenza.server.calls.endpoint import (
+    GENERATION_STATUSES,
     AnswerHead,
     Block,
     BlockEncoder,
     BlockEvent,
+    GeneratingEndpoint,
+    GenerationRequest,
     StreamEncoder,
     Usage,
     event_bytes,
 )
-from cadenza.server.calls.request import GENERATION_STATUSES, GeneratingEndpoint, GenerationRequest
 from cadenza.server.errors import ApiError, invalid_value
 from cadenza.server.fields.body import ObjectOf, label, optional, required, unsupported
 from cadenza.server.fields.messages import chat_messages, template_variables

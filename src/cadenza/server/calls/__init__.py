@@ -4,8 +4,8 @@ name.
 
 Modules:
 
-- `request`: what an endpoint says of itself, and a checked body of its prompts and parameters
+- `endpoint`: what an endpoint says of itself, a checked body of its prompts and parameters, and the
+  bytes of its answers and streamed events
 - `conversation`: what all APIs make of a conversation
-- `encoder`: bytes of answers and of streamed events
 - `record`: the record of a call: its tokens (`Usage`), times and end; one log line a request
 """

@@ -13,18 +13,20 @@ from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.outputs import CompletionOutput, Logprob, RequestOutput, values_of
 from cadenza.request import DIMENSIONS, SamplingParams
 from cadenza.server.calls.conversation import AskedConversation, continuing
-from cadenza.server.calls.encoder import (
+from cadenza.server.calls.endpoint import (
     AnswerHead,
     Block,
     BlockEncoder,
     BlockEvent,
+    GeneratingEndpoint,
+    GenerationRequest,
     LogprobEntry,
     StreamEncoder,
+    check_num_logprobs,
     finite,
     ranked,
     shown_token,
 )
-from cadenza.server.calls.request import GeneratingEndpoint, GenerationRequest, check_num_logprobs
 from cadenza.server.errors import ApiError, invalid_value
 from cadenza.server.fields.body import label, optional, unsupported
 from cadenza.server.fields.sampling import MAX_CHOICES, MAX_PROMPT_CHARS, TopLogprobsBody

@@ -8,8 +8,9 @@ from cadenza.frontend.prepared_request import ChatPrompt
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.outputs import CompletionOutput, Logprob, OutputPart, PartKind, RequestOutput
 from cadenza.server.calls.conversation import AskedConversation, new_call_id
-from cadenza.server.calls.encoder import (
+from cadenza.server.calls.endpoint import (
     AnswerHead,
+    GeneratingEndpoint,
     LogprobEntry,
     PromptInfo,
     StreamEncoder,
@@ -18,7 +19,6 @@ from cadenza.server.calls.encoder import (
     shown_token,
     token_name,
 )
-from cadenza.server.calls.request import GeneratingEndpoint
 from cadenza.server.fields.body import optional, required, unsupported
 from cadenza.server.fields.messages import ConversationBody, chat_messages, predicted_content
 from cadenza.server.fields.sampling import TopLogprobsBody

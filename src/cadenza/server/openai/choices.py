@@ -9,15 +9,17 @@ from typing import Any, ClassVar
 import msgspec
 
 from cadenza.outputs import CompletionOutput, RequestOutput
-from cadenza.server.calls.encoder import (
+from cadenza.server.calls.endpoint import (
     AnswerHead,
+    GenerationRequest,
     LogprobEntry,
     PromptInfo,
     StreamEncoder,
+    check_num_logprobs,
+    check_stream_options,
     finite,
     schema_mark,
 )
-from cadenza.server.calls.request import GenerationRequest, check_num_logprobs, check_stream_options
 from cadenza.server.errors import ApiError, invalid_value
 from cadenza.server.fields.sampling import MAX_CHOICES, GenerationBody, StreamOptions
 from cadenza.server.fields.structured import form_field

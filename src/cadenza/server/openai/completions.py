@@ -7,8 +7,9 @@ from typing import Any
 from cadenza.frontend.prepared_request import AnyPrompt
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.outputs import CompletionOutput, RequestOutput
-from cadenza.server.calls.encoder import (
+from cadenza.server.calls.endpoint import (
     AnswerHead,
+    GeneratingEndpoint,
     LogprobEntry,
     PromptInfo,
     StreamEncoder,
@@ -16,7 +17,6 @@ from cadenza.server.calls.encoder import (
     shown_token,
     token_name,
 )
-from cadenza.server.calls.request import GeneratingEndpoint
 from cadenza.server.fields.body import optional, required, unsupported
 from cadenza.server.fields.sampling import LOGPROBS, plain_prompts
 from cadenza.server.fields.types import Boolean

@@ -11,7 +11,7 @@ import msgspec
 
 from cadenza.events import FinishReason
 from cadenza.outputs import PartKind
-from cadenza.server.calls.encoder import AnswerHead, Block, BlockEncoder, BlockEvent, event_bytes
+from cadenza.server.calls.endpoint import AnswerHead, Block, BlockEncoder, BlockEvent, event_bytes
 from cadenza.server.calls.record import Usage
 from cadenza.server.errors import ApiError, invalid_value, not_built, response_not_found
 from cadenza.server.fields.tools import ResponseTool, text_of_input

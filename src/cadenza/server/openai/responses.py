@@ -11,11 +11,12 @@ from cadenza.frontend.prepared_request import ChatPrompt
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.request import SamplingParams, show
 from cadenza.server.calls.conversation import AskedConversation, with_system
-from cadenza.server.calls.encoder import AnswerHead, StreamEncoder
-from cadenza.server.calls.request import (
+from cadenza.server.calls.endpoint import (
+    AnswerHead,
     CallContext,
     GeneratingEndpoint,
     GenerationRequest,
+    StreamEncoder,
     check_stream_options,
 )
 from cadenza.server.errors import invalid_value, response_not_found

@@ -11,7 +11,7 @@ import msgspec
 from cadenza.engine.step_watch import WAIT_REASONS, RowKind, RowSummary, StepSummary
 from cadenza.errors import QueueFullError
 from cadenza.frontend.live_steps import LiveEntry, Viewer
-from cadenza.server.calls.encoder import KEEP_ALIVE
+from cadenza.server.calls.endpoint import KEEP_ALIVE
 from cadenza.server.errors import UNAVAILABLE_CODES, queue_full, unavailable
 from cadenza.server.fields.types import Schema, or_null
 from cadenza.server.http.exchange import Exchange, send_object

@@ -18,8 +18,7 @@ from cadenza.frontend.prepared_request import AnyPrompt, PreparedRequest, Terms
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.outputs import RequestOutput
 from cadenza.request import Request, SamplingParams
-from cadenza.server.calls.encoder import AnswerHead
-from cadenza.server.calls.request import CallContext, CallRequest, GeneratingEndpoint
+from cadenza.server.calls.endpoint import AnswerHead, CallContext, CallRequest, GeneratingEndpoint
 from cadenza.server.errors import cancelled, invalid_value
 from cadenza.server.fields.body import required
 from cadenza.server.fields.types import AnyJson, or_null

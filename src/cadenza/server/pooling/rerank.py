@@ -12,8 +12,7 @@ from cadenza.frontend.prepared_request import AnyPrompt, RequestOptions, ScoredP
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.outputs import RequestOutput, values_of
 from cadenza.request import PoolingParams
-from cadenza.server.calls.encoder import AnswerHead
-from cadenza.server.calls.request import GeneratingEndpoint
+from cadenza.server.calls.endpoint import AnswerHead, GeneratingEndpoint
 from cadenza.server.errors import invalid_value
 from cadenza.server.fields.body import optional, required, unsupported
 from cadenza.server.fields.sampling import LABEL, MAX_CHOICES, MAX_PROMPT_CHARS, SamplingField
