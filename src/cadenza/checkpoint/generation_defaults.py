@@ -149,7 +149,6 @@ def read_default_pooling(folder: Path) -> DefaultPooling:
 
 
 def _read(folder: Path) -> DefaultPooling:
-    """Raises CheckpointError."""
     odd = _odd_module(folder / MODULES_FILE)
     if odd is not None:
         reason = f"{MODULES_FILE} has the module {shorten(odd)}, which is not built"

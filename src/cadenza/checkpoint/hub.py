@@ -79,7 +79,6 @@ class Snapshot:
 
     @property
     def path(self) -> Path:
-        """The path to open."""
         return self.gguf or self.folder
 
 

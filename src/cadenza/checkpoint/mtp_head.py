@@ -79,7 +79,6 @@ def config_of_head(config: ModelConfig) -> ModelConfig:
 
 
 def declare_mtp_layers(config: ModelConfig) -> tuple[TensorSpec, ...]:
-    """Every tensor of a model's MTP layers, as it is stored."""
     own = [spec for spec in declare(config_of_head(config)) if spec.name not in (EMBEDDING, HEAD)]
     stored = {
         stored_name(config, spec.name, layer): spec

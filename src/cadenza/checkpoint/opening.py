@@ -134,7 +134,6 @@ def _lack_of(path: Path) -> str:
 
 
 def _advice_on_name(name: str) -> str:
-    """For a name that Ollama's library has, or might have."""
     if _OLLAMA_NAME.fullmatch(name) is None:
         return ""
     return (

@@ -87,7 +87,6 @@ class Shape:
 
 
 def named_shape(name_or_file: str) -> ModelConfig:
-    """The config of `read_shape`."""
     return read_shape(name_or_file).config
 
 
@@ -123,13 +122,11 @@ def _read_shape(raw: JsonObject, folder: Path | None = None) -> Shape:
 
 
 def shape_names() -> tuple[str, ...]:
-    """Sorted."""
     files = (resources.files("cadenza.checkpoint") / "shapes").iterdir()
     return tuple(sorted(file.name[:-5] for file in files if file.name.endswith(".json")))
 
 
 def text_shape_names() -> tuple[str, ...]:
-    """Those of models without vision."""
     return tuple(name for name in shape_names() if named_shape(name).vision is None)
 
 
@@ -177,7 +174,6 @@ def write_drawn_checkpoint(
 
 
 def _settings_of(config: Mapping[str, object], dtype: WeightDType) -> dict[str, object]:
-    """Those of weights in another type, of the whole model and of its text model."""
     values = {key: value for key, value in config.items() if key != "torch_dtype"}
     inner = values.get(TEXT_CONFIG)
     if isinstance(inner, dict):

@@ -76,7 +76,6 @@ class Mixture:
 
     @property
     def linears(self) -> tuple[Experts, Experts]:
-        """Gates and ups, and downs."""
         gate_ups = [expert.gate_up.linears for expert in self.mlp.experts]
         return gate_ups, [(expert.down,) for expert in self.mlp.experts]
 
@@ -160,7 +159,6 @@ def _renamed_router(
 
 
 def part_of_expert(entry: StoredTensor, index: int) -> StoredTensor:
-    """The part of expert `index` of a stacked tensor [X, ...]."""
     size = entry.num_bytes // entry.shape[0]
     start = entry.start + index * size
     return replace(entry, shape=entry.shape[1:], start=start, stop=start + size)

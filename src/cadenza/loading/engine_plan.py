@@ -130,7 +130,6 @@ class EnginePlan:
 
     @property
     def draft_limits(self) -> EngineLimits:
-        """The limits of the draft model's runner, whose pages have the ids of the target's."""
         draft, limits = self.draft, self.limits
         assert draft is not None
         context = min(draft.context, limits.max_model_len)
@@ -158,7 +157,6 @@ class EnginePlan:
 
     @property
     def keeps_hidden(self) -> bool:
-        """Whether the model's runner keeps hidden states for the draft model."""
         return self.draft is not None and self.draft.reads_hidden
 
     @property
@@ -186,7 +184,6 @@ class EnginePlan:
 
     @property
     def summary(self) -> str:
-        """One line for the log."""
         limits, traits = self.limits, self.traits
         parts = [
             f"{show_size(self.weight_bytes)} of {self.weights_name} weights",

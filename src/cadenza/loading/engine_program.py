@@ -79,7 +79,6 @@ def open_start(
 
 
 def _with_share_of_gpu(start: Start, backends: Backends) -> EngineConfig:
-    """With this engine's share of a GPU's memory."""
     config, num_engines = start.config, start.num_engines
     if num_engines == 1:
         return config

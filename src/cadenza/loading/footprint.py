@@ -174,7 +174,6 @@ class QueueBounds:
 
 
 def front_end_bytes_of(checkpoint: Checkpoint) -> int:
-    """Of a front end that serves nothing yet."""
     return FRONT_END_BYTES + FRONT_END_TOKENIZER_FACTOR * _tokenizer_bytes(checkpoint)
 
 

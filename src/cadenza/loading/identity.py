@@ -249,7 +249,6 @@ def _describe_machine(limits: EngineLimits) -> tuple[str, ...]:
 
 
 def _cpu_flags() -> str:
-    """As the kernel lists them; empty where it does not."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -271,5 +270,4 @@ def _flat(texts: dict[str, str]) -> list[str]:
 
 
 def _digest(*parts: str) -> str:
-    """Empty for no parts."""
     return digest_of(parts)[:_DIGEST_CHARS] if parts else ""

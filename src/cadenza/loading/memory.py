@@ -157,7 +157,6 @@ def _group_bytes(root: Path) -> Iterator[int]:
 
 
 def _own_groups(root: Path) -> Iterator[tuple[_GroupFiles, str]]:
-    """This process's cgroups in /proc, and the mounts' roots, which containers may use."""
     yield _VERSION_1, "/"
     yield _VERSION_2, "/"
     for line in _lines(root / "proc/self/cgroup"):

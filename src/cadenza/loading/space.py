@@ -67,7 +67,6 @@ class Space:
 
     @property
     def advised(self) -> "Space":
-        """With the memory that advice may rely on."""
         return replace(self, available_bytes=int(self.available_bytes * ADVISED_SHARE))
 
     @property
@@ -76,7 +75,6 @@ class Space:
 
     @property
     def slot_bytes(self) -> int:
-        """Of a token in the pool."""
         return max(1, self.kv_bytes_per_token + self.footprint.slot_bytes)
 
     @property
@@ -118,7 +116,6 @@ class Space:
         return ceil(num_tokens * self.slot_bytes / (1 if is_sized else POOL_SHARE))
 
     def needs_bytes(self, num_rows: int) -> int:
-        """The least memory with so many rows."""
         beside = self.beside_pool(num_rows) + self.least_pool_bytes(num_rows)
         return self.headroom_bytes + self.base_bytes + beside
 
@@ -137,7 +134,6 @@ class Space:
 
 
 def check_positions(wanted: int | None, trained: int) -> None:
-    """Raises ConfigError for a context longer than the model's positions."""
     if wanted is not None and wanted > trained:
         raise ConfigError(
             f"--max-model-len {wanted} is above the model's {trained} positions; "
@@ -190,14 +186,12 @@ def check_base(space: Space, coarser: Callable[[Quantization], int | None]) -> N
 
 
 def _smaller_model(weight_bytes: int) -> str:
-    """What fits in place of the model."""
     if weight_bytes <= 0:
         return "a smaller model"
     return f"a model or a file with fewer bits whose weights take at most {show_size(weight_bytes)}"
 
 
 def _check_base_context(space: Space) -> None:
-    """Raises ConfigError if one row would fit with a shorter context than was asked for."""
     config, page_size = space.config, space.config.page_size
     wanted = config.max_model_len
     if wanted is None or wanted <= page_size or not space.at(page_size).fits(1):
@@ -384,7 +378,6 @@ def _cautious(space: Space, has_room: Callable[[Space], bool]) -> Space:
 
 
 def _pool_flag(space: Space, num_tokens: int) -> str:
-    """How to ask for a pool of so many tokens."""
     if space.config.num_pages is not None:
         return f"--num-pages {-(-num_tokens // space.config.page_size)}"
     return f"--kv-cache-memory-bytes {num_tokens * max(1, space.kv_bytes_per_token)}"
@@ -395,5 +388,4 @@ def _at_least_1(space: Space) -> int:
 
 
 def _floor_gb(num_bytes: int) -> float:
-    """In GB with three decimals, rounded down."""
     return floor(num_bytes / GB * 1000) / 1000

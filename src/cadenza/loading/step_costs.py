@@ -106,7 +106,6 @@ def open_step_costs(engine: PlannedEngine) -> StepCosts:
 
 
 def _processor(cpu_info: Path = Path("/proc/cpuinfo")) -> str:
-    """Its name and what else the system says of its model."""
     fields = ("model name", "cpu family", "model", "stepping", "CPU implementer", "CPU part")
     try:
         lines = cpu_info.read_text(encoding="utf-8", errors="replace").splitlines()

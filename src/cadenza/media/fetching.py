@@ -132,7 +132,6 @@ class BudgetFullError(Exception):
 
 
 async def resolve_host(host: str, port: int) -> list[str]:
-    """Raises OSError."""
     found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return [str(address[4][0]).partition("%")[0] for address in found]
 

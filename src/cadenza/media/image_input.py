@@ -40,7 +40,6 @@ class ImageInput:
 
     @property
     def is_remote(self) -> bool:
-        """Whether its file has to be fetched."""
         has_file = self.data is not None or self.picture is not None or self.opened is not None
         return not has_file and self.url is not None and self.url[:5].lower() != "data:"
 

@@ -79,7 +79,6 @@ def declare(config: ModelConfig) -> tuple[TensorSpec, ...]:
 
 
 def declare_operands(config: ModelConfig) -> Iterator[OperandSpec]:
-    """The linears that are held together."""
     if config.layer_inputs is not None:
         yield from operands_of(declare_layer_proj(config))
     for index in range(config.num_layers):
@@ -155,7 +154,6 @@ class _Block:
 
 
 def declare_layer(config: ModelConfig, index: int) -> LayerSpec:
-    """The tensors of one decoder layer."""
     layer, names, embed = _Block(f"model.layers.{index}"), config.names, config.hidden_size
     has_pre, has_post = config.has_pre_norms, config.has_post_norms
     mlp_norm = "pre_feedforward_layernorm" if has_post else names.mlp_norm
@@ -427,7 +425,6 @@ def _check_tensor(spec: TensorSpec, weights: Weights) -> None:
 
 
 def are_equal(weights: Weights, name: str, other: str) -> bool:
-    """Whether two stored tensors have the same type and bytes."""
     tensors = weights.entry(name), weights.entry(other)
     one, two = (each.raw_bytes for each in tensors)
     if tensors[0].dtype != tensors[1].dtype or len(one) != len(two):

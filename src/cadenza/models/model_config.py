@@ -206,7 +206,6 @@ class ModelConfig:
         )
 
     def heads_of(self, kind: LayerKind) -> HeadShape:
-        """Of a layer with attention."""
         if kind.latent is not None:
             return kind.latent.heads
         return kind.heads or self.heads
@@ -222,7 +221,6 @@ class ModelConfig:
         return next((kind.latent for kind in self.layer_kinds if kind.latent is not None), None)
 
     def scale_of(self, heads: HeadShape) -> float:
-        """The factor of the attention scores."""
         return self.attention_scale or 1.0 / math.sqrt(heads.head_dim)
 
     @property
@@ -233,7 +231,6 @@ class ModelConfig:
 
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
-        """The kind of each layer."""
         repeats = -(-self.num_layers // len(self.layer_pattern))
         return (self.layer_pattern * repeats)[: self.num_layers]
 
@@ -249,7 +246,6 @@ class ModelConfig:
         return tuple(dict.fromkeys(map(self.rope_of, attending)))
 
     def rope_of(self, kind: LayerKind) -> RopeConfig | None:
-        """None if it has none."""
         if not kind.has_rope:
             return None
         return self.rope if kind.window is None else self.window_rope or self.rope
@@ -279,7 +275,6 @@ class ModelConfig:
 
     @property
     def recurrent_layers(self) -> tuple[int, ...]:
-        """The layers with a recurrent state, ascending."""
         kinds = enumerate(self.layer_kinds)
         return tuple(index for index, kind in kinds if kind.recurrence is not None)
 

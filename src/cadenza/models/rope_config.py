@@ -114,7 +114,6 @@ class RopeConfig:
 
     @property
     def has_query_factors(self) -> bool:
-        """Whether queries are multiplied by a factor of their position."""
         return isinstance(self.scaling, YarnRopeScaling) and self.scaling.query_beta != 0.0
 
     @property

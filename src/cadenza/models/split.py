@@ -37,7 +37,6 @@ class Rank:
     count: int
 
     def part(self, size: int) -> slice:
-        """Its part of what is divided evenly."""
         each = size // self.count
         return slice(self.index * each, (self.index + 1) * each)
 

@@ -148,7 +148,6 @@ def names_of_text(raw: JsonObject, towers: Sequence[NameRule]) -> Sequence[NameR
 
 
 def _type_of(raw: JsonObject) -> str | None:
-    """The whole model's; None of one without towers."""
     model_type, names = raw.text("model_type"), raw.items_of("architectures")
     if model_type is not None:
         return model_type if model_type in WRAPPERS else None
@@ -156,7 +155,6 @@ def _type_of(raw: JsonObject) -> str | None:
 
 
 def outer_name(model_type: str, name: str) -> str:
-    """The name of a text model's tensor within a whole model."""
     inner = "model."
     return (
         WRAPPERS[model_type].prefix + name.removeprefix(inner) if name.startswith(inner) else name

@@ -122,7 +122,6 @@ class Idefics3Processor:
 
     @property
     def side(self) -> int:
-        """Tokens along a tile's side."""
         return self.tile // self.patch_size // self.merge
 
     @property

@@ -67,7 +67,6 @@ class PartOrder:
 
 
 def part_order(tower: TowerConfig, rows: int, columns: int) -> PartOrder:
-    """Of a part with `rows` x `columns` tokens."""
     side, windows = tower.merge, tower.windows
     row, column = np.divmod(np.arange(rows * columns), columns)
     order, bounds = np.arange(rows * columns), None

@@ -42,13 +42,11 @@ class Float8Weight:
         return len(self.codes)
 
     def rows(self, start: int, stop: int) -> "Float8Weight":
-        """Rows [start, stop), without a copy."""
         return Float8Weight(self.codes[start:stop], self.scales[start:stop])
 
     def __array__(
         self, dtype: npt.DTypeLike | None = None, copy: bool | None = None
     ) -> npt.NDArray[Any]:
-        """For readers that compute in floats."""
         return self.dequantised().astype(dtype or np.float32)
 
     def dequantised(self) -> npt.NDArray[np.float32]:
@@ -138,7 +136,6 @@ class QuantisedWeight:
         return self
 
     def rows(self, start: int, stop: int) -> "QuantisedWeight":
-        """[start, stop), without a copy."""
         part = slice(start, stop)
         return QuantisedWeight(
             codes=self.codes[part],
@@ -196,9 +193,7 @@ class CodedWeight(Protocol):
     def shape(self) -> tuple[int, ...]: ...
 
     @property
-    def format(self) -> WeightFormat:
-        """In which it is held."""
-        ...
+    def format(self) -> WeightFormat: ...
 
     @property
     def order(self) -> InputOrder | None:
@@ -283,7 +278,6 @@ def _scales(
 
 
 def _flat(codes: npt.NDArray[np.float32], reduction: int) -> npt.NDArray[np.int8]:
-    """[N, G, GROUP] as [N, K]."""
     flat = codes.astype(np.int8).reshape(len(codes), -1)[:, :reduction]
     return np.ascontiguousarray(flat)
 
@@ -337,7 +331,6 @@ class BlockWeight:
 
     @property
     def order(self) -> None:
-        """The inputs of blocks are in order."""
         return None
 
     def rows(self, start: int, stop: int) -> "BlockWeight":
@@ -369,11 +362,9 @@ class BlockWeight:
     def __array__(
         self, dtype: npt.DTypeLike | None = None, copy: bool | None = None
     ) -> npt.NDArray[Any]:
-        """For `np.asarray`."""
         return np.asarray(self.dequantised(), dtype)
 
     def _order(self) -> npt.NDArray[np.intp] | slice:
-        """The stored rows in order."""
         if self.num_paired_heads is None:
             return slice(None)
         pairs = np.arange(len(self)).reshape(self.num_paired_heads, -1, 2)  # [H, D / 2, 2]

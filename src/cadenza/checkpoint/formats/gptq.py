@@ -39,8 +39,6 @@ class GPTQSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _GPTQ:
-    """The settings of all modules."""
-
     default: GPTQSettings
     is_first_version: bool  # stored zero points are one less than the code that stands for 0
     # settings of modules whose name a pattern matches at its start; the first counts

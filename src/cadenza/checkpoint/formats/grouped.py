@@ -59,13 +59,11 @@ class CodeLayout:
 
     @property
     def format(self) -> WeightFormat:
-        """The format of `weight`."""
         if self.correction == "zero_point" and self.bits == 4:
             return code_format(4, self.scale_type, "zero_point")
         return code_format(self.bits, self.scale_type, "offset" if self.correction else None)
 
     def num_groups(self, reduction: int) -> int:
-        """Stored groups of K."""
         return 1 if self.group is None else -(-reduction // self.group)
 
     def weight(

@@ -38,7 +38,6 @@ class ProjectorFile:
         return self.file.header.metadata
 
     def vision(self, key: str) -> object:
-        """The value of `clip.vision.{key}`."""
         return _plain(self.metadata.get(f"{VISION_PREFIX}{key}"))
 
     def token_id(self, token: str) -> int:
@@ -103,7 +102,6 @@ def normalisation_settings(file: ProjectorFile) -> dict[str, object]:
 
 
 def map_linear(name: str, linear: LinearSpec) -> TensorMap:
-    """Of a linear that is stored as such."""
     tensors: TensorMap = {f"{name}.weight": (linear.weight_spec,)}
     if linear.bias is not None:
         tensors[f"{name}.bias"] = tuple(linear.tensors())[1:]
@@ -111,7 +109,6 @@ def map_linear(name: str, linear: LinearSpec) -> TensorMap:
 
 
 def map_norm(name: str, norm: NormSpec | None) -> TensorMap:
-    """Of a norm, if there is one."""
     if norm is None:
         return {}
     tensors: TensorMap = {f"{name}.weight": (norm.weight,)}

@@ -75,7 +75,6 @@ _NEEDED_BY = {
 
 
 def architectures() -> tuple[str, ...]:
-    """The names of those that can be read."""
     return tuple(ARCHITECTURES)
 
 
@@ -148,7 +147,6 @@ def _find(settings: Settings) -> Architecture:
 
 
 def _fault_of_embedding(settings: Settings) -> str:
-    """Why there is none: what the file has instead."""
     embedding, names = settings.tensors.get(EMBEDDING), settings.tensors.keys()
     if embedding is not None:
         return f"has {EMBEDDING} with {len(embedding.shape)} axes; it must have 2"
@@ -210,7 +208,6 @@ def _read_rope(settings: Settings, architecture: Architecture) -> RopeConfig:
 
 
 def _read_axes(settings: Settings, kind: Sections | None, num_pairs: int) -> tuple[int, ...]:
-    """The axis of each pair of a head (M-RoPE)."""
     if kind is None or not settings.has(SECTIONS):
         return ()
     sections = settings.integers_of_layers(SECTIONS, _NUM_SECTIONS)

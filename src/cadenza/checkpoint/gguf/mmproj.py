@@ -150,7 +150,6 @@ def _fits(file: GGUFFile, text: ModelConfig) -> bool:
 
 
 def _check_projector(file: GGUFFile, text: ModelConfig) -> None:
-    """Raises CheckpointError if a file that was named does not fit."""
     metadata = file.header.metadata
     architecture = metadata.get("general.architecture")
     if architecture != _ARCHITECTURE:

@@ -129,7 +129,6 @@ def read_model(files: tuple[GGUFFile, ...]) -> tuple[ModelConfig, Weights]:
 def _with_tower(
     path: Path, text: tuple[ModelConfig, Weights], tokens: list[str], options: VisionOptions
 ) -> tuple[ModelConfig, Weights]:
-    """With its tower, if there is a file with it."""
     config, weights = text
     file = find_projector(path, config, options)
     if file is None:

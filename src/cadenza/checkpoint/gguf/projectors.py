@@ -201,7 +201,6 @@ def _names(file: ProjectorFile) -> dict[str, object]:
 
 
 def _table_rows(file: ProjectorFile) -> int:
-    """Of each axis."""
     table = file.file.header.tensors.get(_TABLE)
     return 1 if table is None or len(table.shape) != 3 else table.shape[1]
 

@@ -79,7 +79,6 @@ class Settings:
         return self.integer("attention.key_length", 2, MAX_HEAD_DIM, per_head)
 
     def is_in_layers(self, name: str) -> bool:
-        """Whether any layer has a tensor."""
         return any(key.startswith("blk.") and key.endswith(f".{name}") for key in self.tensors)
 
     def keys(self) -> set[str]:
@@ -148,7 +147,6 @@ class Settings:
         return self.metadata.text(self._full(key))
 
     def flags_of_layers(self, key: str, num_layers: int) -> list[bool]:
-        """An array with a flag per layer."""
         value = self.metadata.get(self._full(key))
         if not isinstance(value, np.ndarray) or len(cast(Any, value)) != num_layers:
             raise self.wrong(key, f"an array of {num_layers} flags, one per layer")

@@ -182,7 +182,6 @@ def map_tensors(
 
 
 def _entries(config: ModelConfig, stored: set[str]) -> dict[str, _Entry]:
-    """By the names of the stored tensors."""
     found: dict[str, _Entry] = {}
     in_any_layer = {re.sub(r"^blk\.\d+\.", "", name) for name in stored}
     for spec in declare(config):
@@ -302,7 +301,6 @@ def _parts(
 
 
 def _num_paired_heads(name: str, config: ModelConfig) -> int | None:
-    """The heads of a weight or bias of queries or keys."""
     if ".q_proj." in name:
         return config.num_heads
     return config.num_kv_heads if ".k_proj." in name else None

@@ -174,7 +174,6 @@ def _read_gemma4(raw: JsonObject, model: ModelConfig) -> ModelConfig:
 
 
 def _read_unified(raw: JsonObject, model: ModelConfig) -> ModelConfig:
-    """Has neither per-layer embeddings nor experts."""
     own = {"hidden_size_per_layer_input": 0, "enable_moe_block": False}
     window = raw.get("sliding_window") or _UNIFIED_WINDOW
     values = {**raw.values, **own, "sliding_window": window}
@@ -289,7 +288,6 @@ def _read_experts(raw: JsonObject, model: ModelConfig) -> ExpertsConfig | None:
 
 
 def _read_full_rope(raw: JsonObject, rules: RopeRules) -> RopeConfig:
-    """The rope of full layers, whose heads may have a size of their own."""
     head_dim = raw.integer("global_head_dim", 2, MAX_HEAD_DIM, _DEFAULT_FULL_HEAD_DIM)
     by_layer = raw.child("per_layer_config")
     if by_layer is not None:

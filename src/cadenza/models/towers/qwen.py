@@ -238,7 +238,6 @@ def _check_width(raw: JsonObject, key: str, width: int) -> None:
 
 
 def _layers_of(raw: JsonObject, key: str, num_layers: int) -> tuple[int, ...]:
-    """Ascending layers of the tower that a setting lists."""
     found: list[int] = []
     for value in raw.items_of(key):
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < num_layers:

@@ -52,7 +52,6 @@ class VisionFiles:
 
     @property
     def tower(self) -> JsonObject:
-        """The settings in `vision_config`; empty if it is absent."""
         return self.config.child("vision_config") or JsonObject({}, self.config.where)
 
 
@@ -66,7 +65,6 @@ class TowerReader:
     read: Callable[[VisionFiles], VisionConfig]
 
     def has(self, name: str) -> bool:
-        """Whether a tensor of this name belongs to a tower or projector."""
         return name.startswith(tuple(stored.partition(REST)[0] for stored, _ in self.names))
 
 
@@ -125,7 +123,6 @@ def read_image_token(files: VisionFiles, default: int) -> int:
 
 
 def read_axial_theta(raw: JsonObject, default: float) -> float:
-    """Of the rope of a tower with these settings."""
     rope = raw.child("rope_parameters") or JsonObject({}, raw.where)
     if rope.text("rope_type") not in (None, "axial", "default"):
         raise rope.wrong("rope_type", "axial, or absent")
@@ -207,7 +204,6 @@ def read_siglip(
 
 
 def read_tower_activation(raw: JsonObject, key: str, default: str) -> TowerActivation:
-    """An activation by its name."""
     name = raw.text(key) or default
     if name not in ACTIVATIONS:
         raise CheckpointError(
