@@ -111,8 +111,12 @@ def _with_vision(vision: VisionConfig, text: dict[str, object]) -> dict[str, dic
     elif isinstance(processor, Gemma4Images):
         images["max_soft_tokens"] = processor.max_tokens
     outside = {*NEWER_OUTSIDE, *SHARED, TEXT_CONFIG, "architectures", "model_type"}
-    own = {key: value for key, value in _changed(stored, whole).items() if key not in outside}
+    own: dict[str, Any] = {
+        key: value for key, value in _changed(stored, whole).items() if key not in outside
+    }
     own["vision_config"] = _changed(stored["vision_config"], inner)
+    if not tower.num_layers:  # of transformers' own classes, which have another default
+        own["vision_config"] |= {"output_proj_dims": tower.hidden_size}
     for key in ("use_bidirectional_attention", "pad_token_id"):
         text[key] = stored[TEXT_CONFIG].get(key)
     return {

@@ -183,7 +183,7 @@ def _logits(model: Any, shape: str, token_ids: list[int], pictures: list[Picture
             config=model.config,
             inputs_embeds=model.get_input_embeddings()(ids),
             attention_mask=None,
-            cache=None,
+            past_key_values=None,
             position_ids=positions,
             mm_token_type_ids=own["mm_token_type_ids"],
         )
