@@ -22,7 +22,7 @@ ARITHMETIC_REVISION = 4
 SPARSE_REVISION = 2
 
 PREFIX = "cdz-"
-_OF_THINNED = ("sparse_prefill",)
+_OF_PRUNED = ("sparse_prefill",)
 _DIGEST_CHARS = 24
 
 
@@ -46,7 +46,7 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
     # forms, the grammar library's version, and a digest of the parsers and the soft limits;
     # empty where the text is made elsewhere.
     forms: str = ""
-    # Of answers to thinned prompts: how these were thinned out; empty for all others, in whose
+    # Of answers to pruned prompts: how these were pruned; empty for all others, in whose
     # digest it is not.
     sparse_prefill: str = ""
     # Digest of the draft model that scores prompts, with its arithmetic; empty without one. Not
@@ -57,11 +57,11 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def parts(self) -> dict[str, str | int]:
         found = msgspec.structs.asdict(self)
-        for name in ("engine_seed", "scorer", *(() if self.sparse_prefill else _OF_THINNED)):
+        for name in ("engine_seed", "scorer", *(() if self.sparse_prefill else _OF_PRUNED)):
             del found[name]
         return found
 
-    def thinned(self, settings: str) -> "Fingerprint":
+    def pruned(self, settings: str) -> "Fingerprint":
         """Of answers to prompts that were pruned by these settings."""
         how = f"{SPARSE_REVISION}-{settings}-{self.scorer or 'none'}"
         return msgspec.structs.replace(self, sparse_prefill=how)
@@ -87,7 +87,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     finish_reason: FinishReason
     logprobs: tuple[float, ...]  # of the tokens, natural logarithms
     logprob_digest: str  # of their bits
-    # The chunks of a thinned prompt that were computed (`sparse_prefill.KeptTokens.mask`).
+    # The chunks of a pruned prompt that were computed (`sparse_prefill.KeptTokens.mask`).
     kept: bytes | msgspec.UnsetType = msgspec.UNSET
     seal: str | msgspec.UnsetType = msgspec.UNSET  # by which the server that made it knows it again
 

@@ -80,7 +80,7 @@ class PromptUse:
     num_kept_tokens: int
     num_skipped_tokens: int
     # Why it is all of it (`frontend.sparse_prompts.WholeReason`, `events.WholePromptReason`);
-    # None where it is thinned out.
+    # None where it is pruned.
     whole_because: str | None = None
 
 

@@ -360,7 +360,7 @@ class Request:
             from -`MAX_PRIORITY` to `MAX_PRIORITY`.
         tenant: among those whose requests wait, service is shared out by weight. Unlike the salt
             it does not separate cached prefixes.
-        sparse_prefill: the prompt is thinned out; `None` computes all of it.
+        sparse_prefill: the prompt is pruned; `None` computes all of it.
 
     Raises:
         InvalidRequestError: a value has the wrong type or is out of bounds.

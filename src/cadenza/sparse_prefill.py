@@ -40,7 +40,7 @@ class PromptSpan(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SparsePrefill:
-    """How a request's prompt is thinned out. Raises InvalidRequestError: a value has the wrong
+    """How a request's prompt is pruned. Raises InvalidRequestError: a value has the wrong
     type or is out of bounds."""
 
     keep: float  # the fraction of chunks that is kept, from 0.01 to 1
@@ -214,7 +214,7 @@ class SpecPrefillConfig:
     """How prompts are pruned. Raises ConfigError: a value is outside its bounds."""
 
     # The draft model that scores prompts, as models are named; None is the one that the package
-    # has for the bundled model. "none": there is none, and only prompts are thinned out whose
+    # has for the bundled model. "none": there is none, and only prompts are pruned whose
     # kept chunks are given, as a receipt gives them.
     model: str | None = None
     # How the draft model's weights are quantised while they are loaded.

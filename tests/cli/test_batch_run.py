@@ -12,7 +12,7 @@ from rich.console import Console
 from cadenza.backends.fake import FakeRunner, FakeStepHandle
 from cadenza.batch.step_schema import ModelInputs
 from cadenza.checkpoint.opening import open_checkpoint
-from cadenza.cli.batch_run import BatchRun, Question, told
+from cadenza.cli.batch_run import BatchRun, Question, whole_text
 from cadenza.cli.generate import report_failures, run_as_json, run_as_text
 from cadenza.cli.generate_view import frame, json_lines, live_view, print_result
 from cadenza.cli.interrupts import Interrupts
@@ -302,10 +302,10 @@ def test_an_answer_in_parts_is_told_with_its_reasoning_first() -> None:
 
     thought = [OutputPart("reasoning", each) for each in ("I ", "see.")]
     said = [OutputPart("content", each) for each in ("So", ".")]
-    assert told(completion(*thought, *said)) == "I see.\n\nSo."
-    assert told(completion(*said)) == "So."
-    assert told(completion()) == ""
+    assert whole_text(completion(*thought, *said)) == "I see.\n\nSo."
+    assert whole_text(completion(*said)) == "So."
+    assert whole_text(completion()) == ""
     for count in range(len(thought) + len(said)):  # it only grows
-        begun = told(completion(*[*thought, *said][:count]))
-        assert told(completion(*thought, *said)).startswith(begun)
-    assert told(replace(completion(), text="as it is", parts=None)) == "as it is"
+        begun = whole_text(completion(*[*thought, *said][:count]))
+        assert whole_text(completion(*thought, *said)).startswith(begun)
+    assert whole_text(replace(completion(), text="as it is", parts=None)) == "as it is"

@@ -119,7 +119,7 @@ LOADS[1] = LOADS[0]
 
 def place_of(router: Router, asked: Request, now_s: float = 0.0) -> int:
     limits = limits_of(EngineConfig(max_num_seqs=8))
-    return router.choose(asked, LOADS, limits, now_s).place
+    return router.choose(asked, LOADS, limits, now_s).replica
 
 
 def test_a_router_adds_what_it_has_sent_to_what_replicas_report() -> None:

@@ -133,7 +133,7 @@ def test_an_answers_digest_has_what_changes_its_tokens() -> None:
         own, other = OWN.fingerprint, replace(OWN, **{name: value}).fingerprint
         decides = "answers" in keys and name != "engine_seed"  # a receipt has its own seed
         assert (other.digest != own.digest) == (decides and name != "scorer"), name
-        assert (other.thinned("x").digest != own.thinned("x").digest) == decides, name
+        assert (other.pruned("x").digest != own.pruned("x").digest) == decides, name
     assert {each.name for each in fields(Identity) if each.name in OWN.parts("answers")} == {
         *Fingerprint.__struct_fields__
     } - {"forms", "sparse_prefill"}, "these are known where text is made"

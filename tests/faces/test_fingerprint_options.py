@@ -244,8 +244,8 @@ def test_the_scorers_arithmetic_and_types_are_in_the_fingerprint_of_thinned_answ
     assert found[0] == found[1]
     assert structs.replace(found[0], scorer="") == structs.replace(found[2], scorer="")
     assert found[0].digest == found[2].digest, "of whole prompts the scorer decides nothing"
-    assert found[0].thinned("x").digest == found[1].thinned("x").digest
-    assert found[0].thinned("x").digest != found[2].thinned("x").digest
+    assert found[0].pruned("x").digest == found[1].pruned("x").digest
+    assert found[0].pruned("x").digest != found[2].pruned("x").digest
 
 
 BLANK = Fingerprint(

@@ -84,13 +84,13 @@ class SimulatedGroup:
                 self._report(each, at_s)
         loads = {at: each.load for at, each in enumerate(self.replicas)}
         route = self._router.choose(request, loads, self.replicas[0].core.limits, at_s)
-        replica = self.replicas[route.place]
+        replica = self.replicas[route.replica]
         replica.clock.now_s = max(replica.clock.now_s, at_s)
         request_id = replica.core.submit(request)
         if replica.reporter is not None:
             replica.reporter.received(request_id)
         self._router.sent(route, request_id, at_s)
-        return route.place, request_id
+        return route.replica, request_id
 
     def stepped(self, place: int) -> None:
         replica = self.replicas[place]

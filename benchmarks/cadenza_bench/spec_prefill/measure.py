@@ -45,7 +45,7 @@ CEILING = 0.8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Likeness:
-    """How answers to thinned prompts compare with those to whole ones: a lower bound of the mean
+    """How answers to pruned prompts compare with those to whole ones: a lower bound of the mean
     divergence of a token's distribution, and the share of tokens that are the likeliest of both."""
 
     kl: float

@@ -85,7 +85,7 @@ def greedy(prompt: Ids, max_tokens: int, sparse: SparsePrefill | None = None) ->
 
 
 def forced_requests(prompt: Ids, answer: Sequence[int], kept: KeptTokens) -> list[Request]:
-    """One for each token of an answer to a thinned prompt, whose earlier tokens are given."""
+    """One for each token of an answer to a pruned prompt, whose earlier tokens are given."""
     found: list[Request] = []
     for place in range(len(answer)):
         whole = (*prompt, *answer[:place])

@@ -75,7 +75,7 @@ class BatchStream:
     @property
     def text(self) -> str:
         """The first sample's; of an answer in parts, its reasoning, then its content."""
-        return told(self.completions[0]) if self.completions else ""
+        return whole_text(self.completions[0]) if self.completions else ""
 
     @property
     def answer(self) -> str:
@@ -221,7 +221,7 @@ def rate(count: int, seconds: float) -> float | None:
     return count / seconds if count > 0 and seconds > 0 else None
 
 
-def told(completion: CompletionOutput) -> str:
+def whole_text(completion: CompletionOutput) -> str:
     """A completion's text; parts of different kinds have an empty line between them."""
     if completion.parts is None:
         return completion.text

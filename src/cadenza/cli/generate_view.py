@@ -16,7 +16,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from cadenza.cli.batch_run import BatchRun, BatchStream, told
+from cadenza.cli.batch_run import BatchRun, BatchStream, whole_text
 from cadenza.cli.report import (
     Column,
     Columns,
@@ -46,7 +46,7 @@ _SUMMARY: Columns = (
 def block(stream: BatchStream, count: int) -> str:
     """A finished stream as plain text. One of several is headed by its number and prompt; one of a
     prompt's several samples also by the sample's number."""
-    texts = [told(completion).rstrip("\n") for completion in stream.completions]
+    texts = [whole_text(completion).rstrip("\n") for completion in stream.completions]
     if count == len(texts) == 1:
         return f"{texts[0]}\n"
     shown = clipped(on_one_line(stream.shown), MAX_SHOWN_PROMPT)

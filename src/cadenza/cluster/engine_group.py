@@ -41,7 +41,7 @@ from cadenza.tenant import Tenant
 
 logger = logging.getLogger(__name__)
 
-# Makes the engine at a place, with the sizes of the first one, and the ids of its requests.
+# Makes the engine of an index, with the sizes of the first one, and the ids of its requests.
 MakeReplica = Callable[[int, EngineLimits | None, Iterator[int]], EngineFront]
 
 
@@ -49,7 +49,7 @@ MakeReplica = Callable[[int, EngineLimits | None, Iterator[int]], EngineFront]
 class Replica:
     """An engine of the group. `is_refused`: it would give other answers than the first one."""
 
-    place: int
+    index: int
     front: EngineFront
     thread: threading.Thread | None = None
     is_dead: bool = False
@@ -185,8 +185,8 @@ class EngineGroup:
     def request_stats(self) -> RequestStats:
         return group_request_stats([each.front.request_stats() for each in self.replicas])
 
-    def _made(self, place: int, limits: EngineLimits | None) -> Replica:
-        replica = Replica(place, self._make_replica(place, limits, self._ids))
+    def _made(self, index: int, limits: EngineLimits | None) -> Replica:
+        replica = Replica(index, self._make_replica(index, limits, self._ids))
         replica.front.call_at_changes(lambda change: self._take_change(replica, change))
         replica.front.call_at_death(lambda failure: self._take_death(replica, failure))
         replica.front.call_at_reports(lambda report: self._take_report(replica, report))
@@ -205,9 +205,9 @@ class EngineGroup:
         if not serving or status.request_check is None:
             left = [each for each in self.replicas if not each.is_dead] or self.replicas
             return left[0], None
-        loads = {each.place: each.front.load() for each in serving}
+        loads = {each.index: each.front.load() for each in serving}
         route = self.router.choose(request, loads, status.request_check.limits, self._clock())
-        return self.replicas[route.place], route
+        return self.replicas[route.replica], route
 
     def _with_check(self, status: EngineStatus) -> EngineStatus:
         own = status.request_check
@@ -220,7 +220,7 @@ class EngineGroup:
 
     def _start(self, replica: Replica) -> None:
         replica.thread = threading.Thread(
-            target=self._serve_one, args=(replica,), name=f"cadenza-replica-{replica.place}"
+            target=self._serve_one, args=(replica,), name=f"cadenza-replica-{replica.index}"
         )
         replica.thread.daemon = True
         replica.thread.start()
@@ -229,7 +229,7 @@ class EngineGroup:
         try:
             replica.front.serve(self._emit_events)
         except Exception:
-            logger.exception("replica %d stopped", replica.place)
+            logger.exception("replica %d stopped", replica.index)
         finally:
             replica.is_dead = True
             self._changed.set()
@@ -240,8 +240,8 @@ class EngineGroup:
         check = self.replicas[0].front.status().request_check
         if check is None:
             return
-        for place in range(1, self._num_replicas):
-            replica = self._made(place, check.limits)
+        for index in range(1, self._num_replicas):
+            replica = self._made(index, check.limits)
             with self._lock:
                 self.replicas.append(replica)
                 self._watch(replica)
@@ -276,14 +276,14 @@ class EngineGroup:
     def _take_change(self, replica: Replica, change: EngineChange) -> None:
         if change == "ready":
             with self._lock:
-                self.router.forget(replica.place)
+                self.router.forget(replica.index)
             self._compare(replica)
         self._changed.set()
         self._move_lost()
 
     def _take_report(self, replica: Replica, report: RouteReport) -> None:
         with self._lock:
-            self.router.take(replica.place, report, self._clock())
+            self.router.take(replica.index, report, self._clock())
 
     def _take_death(self, replica: Replica, failure: CadenzaError) -> None:
         replica.is_dead = True
@@ -305,7 +305,7 @@ class EngineGroup:
         logger.error(
             "replica %d is not used: its answers would differ from the others' (%s); start all "
             "with the same model, flags and instruction set",
-            replica.place,
+            replica.index,
             "; ".join(unlike),
         )
         replica.is_refused = True
@@ -323,7 +323,7 @@ class EngineGroup:
                 num_moved = sum([self._move(replica, each) for each in movable])
                 if num_moved:
                     logger.warning(
-                        "%d requests of replica %d go on in others", num_moved, replica.place
+                        "%d requests of replica %d go on in others", num_moved, replica.index
                     )
 
     def _move(self, replica: Replica, request_id: int) -> bool:
@@ -351,7 +351,7 @@ class EngineGroup:
 
         def tell(news: LiveNews) -> None:
             with self._emitting:
-                joined = live.take(replica.place, news)
+                joined = live.take(replica.index, news)
                 if joined is not None:
                     on_news(joined)
 

@@ -85,38 +85,38 @@ def _sum(readings: Sequence[Reading]) -> Reading:
 
 @dataclass(slots=True, eq=False)
 class LiveRows:
-    """Of `num_replicas` engines. A label is a replica's own, times their number, plus its place."""
+    """Of `num_replicas` engines. A label is a replica's own, times their number, plus its index."""
 
     num_replicas: int
     _newest: dict[int, StepSummary] = field(default_factory=dict[int, StepSummary])
     _lost: set[int] = field(default_factory=set[int])
 
-    def take(self, place: int, news: LiveNews) -> LiveNews | None:
+    def take(self, index: int, news: LiveNews) -> LiveNews | None:
         if isinstance(news, StepSummary):
-            self._newest[place] = self._labelled(place, news)
-            return self._joined(place)
-        return self._change(place, news)
+            self._newest[index] = self._labelled(index, news)
+            return self._joined(index)
+        return self._change(index, news)
 
-    def _change(self, place: int, change: EngineChange) -> EngineChange | None:
+    def _change(self, index: int, change: EngineChange) -> EngineChange | None:
         """The group is lost with its last engine, and ready with the first."""
         was_lost = len(self._lost) == self.num_replicas
         if change == "lost":
-            self._lost.add(place)
-            self._newest.pop(place, None)
+            self._lost.add(index)
+            self._newest.pop(index, None)
         else:
-            self._lost.discard(place)
+            self._lost.discard(index)
         is_lost = len(self._lost) == self.num_replicas
         return change if is_lost is not was_lost else None
 
-    def _labelled(self, place: int, summary: StepSummary) -> StepSummary:
+    def _labelled(self, index: int, summary: StepSummary) -> StepSummary:
         def row(each: RowSummary) -> RowSummary:
-            return structs.replace(each, label=each.label * self.num_replicas + place)
+            return structs.replace(each, label=each.label * self.num_replicas + index)
 
         return structs.replace(summary, rows=tuple(map(row, summary.rows)))
 
-    def _joined(self, place: int) -> StepSummary:
-        own = self._newest[place]
-        others = [each for other, each in self._newest.items() if other != place]
+    def _joined(self, index: int) -> StepSummary:
+        own = self._newest[index]
+        others = [each for other, each in self._newest.items() if other != index]
         both = [own, *others]
         names = tuple(dict.fromkeys(name for each in both for name in each.tenants))
         places = {name: at for at, name in enumerate(names)}

@@ -176,27 +176,27 @@ class HostBook:
         self._lock = threading.Lock()
         self._taken: dict[int, Address] = {}
 
-    def opener(self, place: int) -> Callable[[Sequence[str]], RemoteChild]:
+    def opener(self, index: int) -> Callable[[Sequence[str]], RemoteChild]:
         """Raises EngineUnreachableError where no host is free."""
 
         def open_child(_: Sequence[str]) -> RemoteChild:
-            return RemoteChild(self._take(place), self._secret, self._front)
+            return RemoteChild(self._take(index), self._secret, self._front)
 
         return open_child
 
-    def _take(self, place: int) -> Address:
+    def _take(self, index: int) -> Address:
         try:
             known = [(str(host), int(port)) for host, port in self._find_hosts()]
         except OSError as error:
             raise EngineUnreachableError(f"hosts are not known: {error}") from error
         with self._lock:
-            last = self._taken.pop(place, None)
+            last = self._taken.pop(index, None)
             free = [each for each in known if each not in self._taken.values()]
             # The one that was lost last comes last: a machine that is gone is known for a while.
             free.sort(key=lambda each: each == last)
             if not free:
                 raise EngineUnreachableError(
-                    f"{len(known)} hosts are there, each of which serves another place"
+                    f"{len(known)} hosts are there, each of which serves another replica"
                 )
-            self._taken[place] = free[0]
+            self._taken[index] = free[0]
             return free[0]

@@ -69,15 +69,15 @@ def order_replicas(loads: Sequence[ReplicaLoad], num_prompt_tokens: int) -> list
     ]
     tied_s = min(costs_s) * (1 + TIE_SHARE)
 
-    def key(place: int) -> tuple[bool, float, int, int, int, int]:
-        each = loads[place]
+    def key(index: int) -> tuple[bool, float, int, int, int, int]:
+        each = loads[index]
         return (
             max(coming) - each.num_held_tokens >= ONCE_TOKENS,
-            max(tied_s, costs_s[place]),
+            max(tied_s, costs_s[index]),
             -each.num_seen_tokens,
             each.num_open,
             each.num_cached_tokens,
-            place,
+            index,
         )
 
     return sorted(range(len(loads)), key=key)
@@ -175,7 +175,7 @@ class Route(NamedTuple):
     """A replica for a request, the short keys of its prompt's pages there, and how many of its
     tokens that replica has to compute."""
 
-    place: int
+    replica: int
     keys: tuple[bytes, ...] = ()
     num_new_tokens: int = 0
 
@@ -244,12 +244,12 @@ class Router:
         return Route(places[best], keys.under(self._view(places[best]).secret), num_new)
 
     def sent(self, route: Route, request_id: int, now_s: float) -> None:
-        view = self._view(route.place)
+        view = self._view(route.replica)
         view.prefixes.add(route.keys, request_id)
         view.send(request_id, route.num_new_tokens, now_s)
 
-    def take(self, place: int, report: RouteReport, now_s: float) -> None:
-        view, seen = self._view(place), report.seen.get(self._front, NOTHING_SEEN)
+    def take(self, index: int, report: RouteReport, now_s: float) -> None:
+        view, seen = self._view(index), report.seen.get(self._front, NOTHING_SEEN)
         view.take(report, seen, now_s)
         if report.held is None:
             return
@@ -258,21 +258,21 @@ class Router:
             view.prefixes.clear()
         view.prefixes.take(report.held, seen.first_pending_id)
 
-    def forget(self, place: int) -> None:
-        self._views.pop(place, None)
+    def forget(self, index: int) -> None:
+        self._views.pop(index, None)
 
-    def num_pages(self, place: int) -> int:
-        return len(self._view(place).prefixes)
+    def num_pages(self, index: int) -> int:
+        return len(self._view(index).prefixes)
 
-    def _view(self, place: int) -> _ReplicaView:
-        if place not in self._views:
-            self._views[place] = _ReplicaView(self._secret)
-        return self._views[place]
+    def _view(self, index: int) -> _ReplicaView:
+        if index not in self._views:
+            self._views[index] = _ReplicaView(self._secret)
+        return self._views[index]
 
     def _load_of(
-        self, place: int, keys: "_KeysOf", load: EngineLoad, token_s: float, now_s: float
+        self, index: int, keys: "_KeysOf", load: EngineLoad, token_s: float, now_s: float
     ) -> ReplicaLoad:
-        view, page_size = self._view(place), keys.page_size
+        view, page_size = self._view(index), keys.page_size
         own, prefixes = keys.under(view.secret), view.prefixes
         return ReplicaLoad(
             num_open=load.num_open,

@@ -121,7 +121,7 @@ class SparsePrompts:
             return whole
         head = 0 if config is None else config.head
         numbers = "-".join(map(str, (CHUNK, LOOK_AHEAD, POOL, LAST_TOKENS)))
-        return whole.thinned(f"{numbers}-keep{float(sparse.keep)!r}-{sparse.when}-head{head}")
+        return whole.pruned(f"{numbers}-keep{float(sparse.keep)!r}-{sparse.when}-head{head}")
 
     def with_places(self, request: Request, places: Sequence[PromptSpan], num_cut: int) -> Request:
         """With further kept spans, of the prompt before `num_cut` leading tokens were cut; the

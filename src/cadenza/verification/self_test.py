@@ -91,8 +91,8 @@ class SelfTestResult:
         missed, skipped = self.named("missed"), self.named("skipped")
         if missed:
             return f"{line} missed={', '.join(missed)}"
-        told = f" skipped={len(skipped)}" if skipped else ""
-        return f"{line} caught={len(self.named('caught'))}{told} ops={self.ops}"
+        skips = f" skipped={len(skipped)}" if skipped else ""
+        return f"{line} caught={len(self.named('caught'))}{skips} ops={self.ops}"
 
 
 def self_test(options: VerifyOptions, report: ReportProgress) -> SelfTestResult:

@@ -123,7 +123,7 @@ def _make_request(
     )
 
 
-EVERY = 3  # of the prompts that can be thinned out, one of so many is not
+EVERY = 3  # of the prompts that can be pruned, one of so many is not
 
 
 def with_sparse_prompts(arrivals: tuple[Arrival, ...], keep: float) -> tuple[Arrival, ...]:
