@@ -13,8 +13,8 @@ from cadenza.events import ErrorKind
 from cadenza.server.errors import ApiError, error_of, none_allowed
 from cadenza.server.fields.types import read_json
 from cadenza.server.routes import base_url_advice
-from tests.server.bodies import GENERATING
-from tests.server.dialects import check_error, told_error
+from tests.server.bodies import NEEDED, PATHS
+from tests.server.dialects import check_error, form_of, told_error, tools_of
 from tests.server.harness import MODEL, TIMEOUT_S, RunningServer, raw_post, wait_until
 from tests.server.scripted_engine import ScriptedEngine
 
@@ -139,50 +139,30 @@ def test_the_load_is_the_number_of_open_calls(
     wait_until(lambda: server.get("/load").json() == {"server_load": 0})
 
 
-FORM = {"type": "json_schema", "name": "f", "schema": {}}
 FUNCTION = {"name": "f", "parameters": {"type": "object"}}
-SAID = [{"role": "user", "content": "the fox"}]
-FORMS: list[tuple[str, dict[str, Any], str]] = [
-    ("completions", {"prompt": "x", "guided_regex": "a*"}, "guided_regex"),
-    ("chat", {"messages": SAID, "response_format": {"type": "json_object"}}, "response_format"),
-    ("chat", {"messages": SAID, "tools": [{"type": "function", "function": FUNCTION}]}, "tools"),
-    ("responses", {"input": "x", "text": {"format": FORM}}, "text"),
-    ("responses", {"input": "x", "tools": [{"type": "function", **FUNCTION}]}, "tools"),
-    (
-        "messages",
-        {
-            "messages": SAID,
-            "max_tokens": 4,
-            "output_config": {"format": {"type": "json_schema", "schema": {}}},
-        },
-        "output_config",
-    ),
-    (
-        "messages",
-        {"messages": SAID, "max_tokens": 4, "tools": [{"name": "f", "input_schema": {}}]},
-        "tools",
-    ),
+FORMS: list[tuple[str, dict[str, Any]]] = [
+    ("completions", {"guided_regex": "a*"}),
+    *((name, form_of(name, {})) for name in ("chat", "responses", "messages")),
+    *((name, {"tools": tools_of(name, FUNCTION)}) for name in ("chat", "responses", "messages")),
 ]
 
 
-@pytest.mark.parametrize(("name", "body", "param"), FORMS)
+@pytest.mark.parametrize(("name", "fields"), FORMS, ids=str)
 def test_an_error_of_a_form_names_the_field_that_asked_for_it(
-    server: RunningServer, engine: ScriptedEngine, name: str, body: dict[str, Any], param: str
+    server: RunningServer, engine: ScriptedEngine, name: str, fields: dict[str, Any]
 ) -> None:
     """Of one that is given up, and of one that the engine cannot follow at all."""
-    endpoint = GENERATING[name]
+    (param,) = fields
     if param == "tools":
         engine.failing, choice = "constraint_failed", "none"
-        body = {**body, "tool_choice": {"type": choice} if name == "messages" else choice}
-    error = server.post(endpoint.route.path, body).json()["error"]
+        fields = {**fields, "tool_choice": {"type": choice} if name == "messages" else choice}
+    answer = server.post(PATHS[name], {**NEEDED[name], **fields})
+    error = told_error(name, answer.json())
     words = "too complex" if param == "tools" else "not supported by this engine"
-    assert words in error["message"]
+    assert words in error.message
     if name == "messages" or param == "tools":  # errors of messages have no member for it
-        assert error["message"].startswith(f"{param}: ")
-    if name == "messages":
-        assert "param" not in error
-    else:
-        assert error["param"] == param
+        assert error.message.startswith(f"{param}: ")
+    assert error.param == (None if name == "messages" else param)
 
 
 def test_one_field_that_leaves_no_token_is_named_alone() -> None:

@@ -20,6 +20,7 @@ from cadenza.server.limits import ServerLimits
 from tests.faces.seeing import IMAGE, seeing_checkpoint
 from tests.media.corpus import animated, data_url, header_bomb, quarters, saved
 from tests.media.processors import GridImages
+from tests.server import dialects
 from tests.server.bodies import PATHS
 from tests.server.dialects import ending, post, told_error
 from tests.server.harness import RunningServer, options, running_server
@@ -106,20 +107,12 @@ def parts_of(name: str, *parts: str) -> list[Json]:
 
 def body_of(name: str, *parts: str) -> Json:
     """A user's message with images and texts; Ollama's has its images in front."""
-    images = [part.rpartition(",")[2] for part in parts if ":" in part]
-    text = "\n".join(part for part in parts if ":" not in part)
-    message = {"role": "user", "content": parts_of(name, *parts)}
-    match name:
-        case "responses":
-            return {"input": [message], "max_output_tokens": 4}
-        case "ollama_chat":
-            seen = {"role": "user", "content": text, "images": images}
-            return {"messages": [seen], "stream": False, "options": {"num_predict": 4}}
-        case "ollama_generate":
-            shared = {"stream": False, "options": {"num_predict": 4}}
-            return {"prompt": text, "images": images, **shared}
-        case _:
-            return {"messages": [message], "max_tokens": 4}
+    message: Json = {"role": "user", "content": parts_of(name, *parts)}
+    if name.startswith("ollama"):
+        message["content"] = "\n".join(part for part in parts if ":" not in part)
+        message["images"] = [part.rpartition(",")[2] for part in parts if ":" in part]
+    body = dialects.body_of(name, [message], 4)
+    return {**body, "images": message["images"]} if name == "ollama_generate" else body
 
 
 def asked(server: RunningServer, name: str, body: Json) -> Request:
@@ -220,7 +213,8 @@ def test_a_tool_may_give_an_image(server: RunningServer, name: str):
 
 
 def test_a_response_goes_on_from_a_conversation_with_images(server: RunningServer):
-    first = server.post(PATHS["responses"], body_of("responses", URL, "What is it?")).json()
+    body = {**body_of("responses", URL, "What is it?"), "store": True}
+    first = server.post(PATHS["responses"], body).json()
     items = server.get(f"/v1/responses/{first['id']}/input_items").json()["data"]
     assert items[0]["content"][0] == {"type": "input_image", "image_url": URL, "detail": "auto"}
     body = {**body_of("responses", TALL_URL, "And this?"), "previous_response_id": first["id"]}

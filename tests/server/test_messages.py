@@ -30,26 +30,11 @@ ASKED = {
 }
 AGENTS = json.loads((Path(__file__).parent / "agent_requests.json").read_text())
 
-Events = list[dict[str, Any]]
-
 
 def message_of(server: RunningServer, **fields: Any) -> dict[str, Any]:
     answer = server.post(PATH, {**BODY, **fields})
     assert answer.status_code == 200, answer.text
     return answer.json()
-
-
-def streamed(server: RunningServer, path: str = PATH, **fields: Any) -> Events:
-    """The data of the events, whose names they repeat."""
-    answer = server.post(path, {**BODY, **fields, "stream": True})
-    assert answer.status_code == 200, answer.text
-    found: Events = []
-    for frame in answer.text.split("\n\n"):
-        if frame and not frame.startswith(":"):
-            name, data = frame.split("\n")
-            found.append(json.loads(data.removeprefix("data: ")))
-            assert name == f"event: {found[-1]['type']}"
-    return found
 
 
 def test_a_message_has_the_fields_of_its_kind(scripted: RunningServer) -> None:

@@ -18,6 +18,7 @@ from cadenza.frontend.receipts import ReceiptSeal
 from cadenza.server.operations.replay import MAX_TOKENS, check_fingerprint, place_of_difference
 from cadenza.verification.replay import read_receipts, replay_receipts
 from tests.ports import refusing_port
+from tests.server.dialects import events_of
 from tests.server.harness import RunningServer, WatchedService, wait_until
 
 COMPLETION = {"prompt": "Once upon a time", "max_tokens": 12, "temperature": 1.0, "n": 2}
@@ -26,8 +27,7 @@ CALLS = [("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT)]
 
 
 def events(server: RunningServer, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-    lines = server.post(path, {**body, "stream": True}).text.splitlines()
-    return [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    return [*events_of(server.post(path, {**body, "stream": True}).content)]
 
 
 @pytest.mark.parametrize(("path", "body"), CALLS)

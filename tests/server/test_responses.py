@@ -15,7 +15,7 @@ from cadenza.server.limits import ServerLimits
 from cadenza.server.openai.response_items import input_items, messages_of
 from cadenza.server.openai.responses import ResponseRequest
 from cadenza.server.response_store import ResponseStore, StoreBounds, StoredResponse
-from tests.server.dialects import context_of
+from tests.server.dialects import context_of, events_of, post, stream
 from tests.server.harness import RunningServer, Serve, wait_until
 from tests.server.scripted_engine import ScriptedEngine
 
@@ -27,25 +27,11 @@ ASKED = {"input": "What time is it?", "tools": [NOW], "max_output_tokens": 60, "
 
 
 def respond(server: RunningServer, **fields: Any) -> dict[str, Any]:
-    answer = server.post(PATH, {**BODY, **fields})
-    assert answer.status_code == 200, answer.text
-    return answer.json()
+    return post(server, "responses", {**BODY, **fields})
 
 
 def streamed(server: RunningServer, **fields: Any) -> list[dict[str, Any]]:
-    """The events; each has its name twice and its number."""
-    with server.client() as client:
-        answer = client.post(PATH, json={**BODY, **fields, "stream": True})
-    assert answer.status_code == 200, answer.text
-    frames = [frame for frame in answer.text.split("\n\n") if frame and frame[0] != ":"]
-    found: list[dict[str, Any]] = []
-    for frame in frames:
-        name, data = frame.split("\n")
-        event = json.loads(data.removeprefix("data: "))
-        assert name == f"event: {event['type']}"
-        assert event["sequence_number"] == len(found)
-        found.append(event)
-    return found
+    return [*events_of(stream(server, "responses", {**BODY, **fields}))]
 
 
 def without_ids(items: list[dict[str, Any]]) -> list[dict[str, Any]]:

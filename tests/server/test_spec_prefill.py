@@ -19,11 +19,14 @@ from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.sparse_prefill import SpecPrefillConfig
 from cadenza.verification.replay import read_receipts, replay_receipts
 from cadenza_bench.spec_prefill.tasks import TaskPrompt, make_prompt
+from tests.server.bodies import PATHS
+from tests.server.dialects import DIALECTS, body_of, events_of
 from tests.server.harness import RunningServer, WatchedService, read_metrics, running_server
 from tests.server.scripted_engine import CAPABILITIES, ScriptedEngine
 
 WORDS = "one two three four five six seven eight nine ten " * 40
-CHAT = {"model": "scripted", "messages": [{"role": "user", "content": WORDS}], "max_tokens": 2}
+USER = {"role": "user", "content": WORDS}
+CHAT = {"messages": [USER], "max_tokens": 2}
 HEADER = "x-cadenza-spec-prefill"
 
 
@@ -63,21 +66,12 @@ def told(found: dict[str, Any]) -> tuple[Any, ...]:
 def test_every_api_says_how_much_of_the_prompt_was_computed(
     server: RunningServer, engine: ScriptedEngine
 ):
-    plain = {"model": "scripted", "prompt": WORDS, "max_tokens": 2}
-    own = {"model": "scripted", "input": WORDS, "max_output_tokens": 2}
-    ollama = {"model": "scripted", "prompt": WORDS, "stream": False}
-    calls: list[tuple[str, Any, tuple[str, ...]]] = [
-        ("/v1/chat/completions", CHAT, ("usage", "prompt_tokens_details")),
-        ("/v1/completions", plain, ("usage", "prompt_tokens_details")),
-        ("/v1/responses", own, ("usage", "input_tokens_details")),
-        ("/v1/messages", CHAT, ("usage", "input_tokens_details")),
-        ("/api/generate", {**ollama, "options": {"num_predict": 2}}, ()),
-    ]
-    for path, body, place in calls:
-        answer = post(server, path, body)
-        found = answer.json()
-        for key in place:
-            found = found[key]
+    for name in DIALECTS:
+        answer = post(server, PATHS[name], body_of(name, [USER], 2))
+        whole = answer.json()
+        usage = whole.get("usage", whole)
+        details = "input" if name in ("responses", "messages") else "prompt"
+        found = usage.get(f"{details}_tokens_details", usage)
         kept, skipped, because = told(found)
         request = engine.submitted[-1]
         assert request.sparse_prefill is not None
@@ -262,40 +256,27 @@ def test_openais_client_streams_a_thinned_answer(pruning_server: RunningServer, 
     assert usage.prompt_tokens_details.model_dump()["skipped_tokens"] > 300
 
 
-def events_of(
-    pruning_server: RunningServer, path: str, body: dict[str, Any]
-) -> list[dict[str, Any]]:
-    found = pruning_server.post(path, {**body, "stream": True})
-    assert found.status_code == 200, found.text
-    lines = [each.removeprefix("data: ") for each in found.text.splitlines()]
-    return [json.loads(each) for each in lines if each.startswith("{")]
-
-
 @pytest.mark.parametrize(
-    ("path", "num_unknown"),
-    [("/v1/completions", 0), ("/v1/chat/completions", 1), ("/v1/responses", 2)],
+    ("name", "num_unknown"), [("completions", 0), ("chat", 1), ("responses", 2)]
 )
 def test_an_answer_has_the_fingerprint_of_what_was_computed_and_a_streams_beginning_none(
-    pruning_server: RunningServer, path: str, num_unknown: int
+    pruning_server: RunningServer, name: str, num_unknown: int
 ):
     """Whether a prompt is thinned out is known when the engine starts the request."""
-    words = f"{path} is a path. " + "The fox and the dog are fine. " * 120
-    given: dict[str, dict[str, Any]] = {
-        "/v1/completions": {"prompt": words, "max_tokens": 6},
-        "/v1/chat/completions": {"messages": [{"role": "user", "content": words}], "max_tokens": 6},
-        "/v1/responses": {"input": words, "max_output_tokens": 6},
-    }
-    always, cold = given[path], {**given[path], "spec_prefill": {"when": "cold"}}
+    words = f"{name} is a name. " + "The fox and the dog are fine. " * 120
+    always = body_of(name, [{"role": "user", "content": words}])
+    cold = {**always, "spec_prefill": {"when": "cold"}}
 
     def fingerprint(body: dict[str, Any]) -> str:
-        return pruning_server.post(path, body).json()["system_fingerprint"]
+        return pruning_server.post(PATHS[name], body).json()["system_fingerprint"]
 
     thinned_cold, thinned = fingerprint(cold), fingerprint(always)
     whole = fingerprint({**always, "spec_prefill": False})
     assert len({thinned_cold, thinned, whole}) == 3
     assert fingerprint(cold) == whole, "it is cached now"
     for body, expected in ((cold, whole), (always, thinned)):
-        events = [each.get("response", each) for each in events_of(pruning_server, path, body)]
+        sent = pruning_server.post(PATHS[name], {**body, "stream": True}).content
+        events = [each.get("response", each) for each in events_of(sent)]
         found = [each["system_fingerprint"] for each in events if "system_fingerprint" in each]
         assert found[:num_unknown] == [None] * num_unknown
         assert set(found[num_unknown:]) == {expected}

@@ -10,6 +10,8 @@ import pydantic
 import pytest
 
 from cadenza.server.fields.body import IGNORED_HEADER
+from tests.server.bodies import NEEDED, PATHS
+from tests.server.dialects import check_error, form_of, told_error
 from tests.server.harness import RunningServer
 
 CHAT = "/v1/chat/completions"
@@ -129,42 +131,32 @@ def test_a_form_goes_with_samples_penalties_and_log_probabilities(bundled: Runni
 
 RULED_OUT: list[tuple[str, dict[str, Any], tuple[str, ...], str]] = [
     (
-        CHAT,
-        {"messages": MESSAGES, "allowed_token_ids": [5], "guided_regex": "[0-9]"},
+        "chat",
+        {"allowed_token_ids": [5], "guided_regex": "[0-9]"},
         ("allowed_token_ids", "guided_regex"),
         "add tokens to allowed_token_ids or widen what guided_regex asks for",
     ),
     (
-        COMPLETIONS,
-        {"prompt": "x", "guided_choice": ["zebra"], "bad_words": [*"zebra", "ze", "zebra"]},
+        "completions",
+        {"guided_choice": ["zebra"], "bad_words": [*"zebra", "ze", "zebra"]},
         ("bad_words", "guided_choice"),
         "leave out some of bad_words or widen what guided_choice asks for",
     ),
     (
-        COMPLETIONS,
-        {"prompt": "x", "allowed_token_ids": [5], "stop_token_ids": [5], "min_tokens": 2},
+        "completions",
+        {"allowed_token_ids": [5], "stop_token_ids": [5], "min_tokens": 2},
         ("allowed_token_ids", "min_tokens"),
         "add tokens to allowed_token_ids or lower min_tokens",
     ),
     (
-        "/v1/responses",
-        {
-            "input": "x",
-            "allowed_token_ids": [5],
-            "text": {"format": {"type": "json_schema", "name": "c", "schema": {"const": 7}}},
-            "min_tokens": 2,
-        },
+        "responses",
+        {"allowed_token_ids": [5], **form_of("responses", {"const": 7}), "min_tokens": 2},
         ("allowed_token_ids", "min_tokens", "text"),
         "add tokens to allowed_token_ids or lower min_tokens or widen what text asks for",
     ),
     (
-        "/v1/messages",
-        {
-            "messages": MESSAGES,
-            "max_tokens": 4,
-            "allowed_token_ids": [5],
-            "output_config": {"format": {"type": "json_schema", "schema": {"const": 7}}},
-        },
+        "messages",
+        {"allowed_token_ids": [5], **form_of("messages", {"const": 7})},
         ("allowed_token_ids", "output_config"),
         "add tokens to allowed_token_ids or widen what output_config asks for",
     ),
@@ -172,31 +164,29 @@ RULED_OUT: list[tuple[str, dict[str, Any], tuple[str, ...], str]] = [
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-@pytest.mark.parametrize(("path", "body", "fields", "remedies"), RULED_OUT)
+@pytest.mark.parametrize(("name", "asked", "fields", "remedies"), RULED_OUT)
 def test_fields_that_rule_out_every_token_are_named_and_no_others(
     bundled: RunningServer,
-    path: str,
-    body: dict[str, Any],
+    name: str,
+    asked: dict[str, Any],
     fields: tuple[str, ...],
     remedies: str,
     *,
     is_streamed: bool,
 ) -> None:
     """Biases and penalties rule out no token, and the word of two tokens is not begun."""
-    biased = {"logit_bias": {"7": -100}, "frequency_penalty": 2.0}
-    if path == "/v1/messages":
-        biased = {"logit_bias": {"7": -100}}
-    answer = bundled.post(path, {**body, **biased, "stream": is_streamed})
+    harmless = {"logit_bias": {"7": -100}, "frequency_penalty": 2.0}
+    if name == "messages":
+        del harmless["frequency_penalty"]
+    body = {**NEEDED[name], **asked, **harmless, "stream": is_streamed}
+    answer = bundled.post(PATHS[name], body)
     named = " and ".join(fields)
     message = f"no token may follow: {named} together rule out every one; {remedies}"
     if is_streamed:
         assert message in answer.text
         return
-    assert answer.status_code == 400, answer.text
-    error = answer.json()["error"]
-    assert error["message"] == message
-    if path != "/v1/messages":  # its errors have no member for the field
-        assert error["param"] == fields[0]
+    check_error(answer, 400, "invalid_value", fields[0], name=name)
+    assert told_error(name, answer.json()).message == message
 
 
 ASKED = [{"role": "user", "content": "Which?"}]

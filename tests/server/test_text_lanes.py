@@ -1,7 +1,6 @@
 """Who waits for whose text: short prompts for no long one, and nobody for /tokenize; a text
 side that breaks on one request, which alone hears of it."""
 
-import json
 import threading
 from collections.abc import Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,8 +17,8 @@ from cadenza.server.generation import MAX_INLINE_OUTPUTS
 from cadenza.server.limits import LONG_BYTES, ServerLimits
 from tests.cli.harness import write_model
 from tests.faces.faulty_text import FAULTY_STOP, SECRET, Fault, FaultyOutput, FaultyText
-from tests.server.bodies import GENERATING
-from tests.server.dialects import check_error
+from tests.server.bodies import read
+from tests.server.dialects import check_error, form_of, tools_of
 from tests.server.harness import TIMEOUT_S, RunningServer, options, running_server, wait_until
 from tests.server.scripted_engine import ScriptedEngine
 
@@ -137,52 +136,33 @@ def test_no_prompt_waits_for_a_form(script: tuple[int, ...], tmp_path: Path) -> 
         statuses(waiting)
 
 
-TOOL: dict[str, Any] = {"name": "f", "parameters": {}}
-NESTED_TOOL = {"type": "function", "function": TOOL}
-SAID = {"messages": [{"role": "user", "content": "x"}]}
-MESSAGE = {**SAID, "max_tokens": 4}
+TOOL = {"name": "f", "parameters": {}}
+STRICT = {**TOOL, "strict": True}
 
 
 @pytest.mark.parametrize(
-    ("name", "body", "has_form"),
+    ("name", "fields", "has_form"),
     [
-        ("completions", {"prompt": "x"}, False),
-        ("completions", {"prompt": "x", "structured_outputs": {"regex": "a"}}, True),
-        ("chat", {**SAID, "response_format": {"type": "text"}, "tools": [NESTED_TOOL]}, True),
-        ("chat", {**SAID, "tools": [NESTED_TOOL], "tool_choice": "none"}, False),
-        ("chat", {**SAID, "response_format": {"type": "json_object"}}, True),
-        ("chat", {**SAID, "tools": [NESTED_TOOL], "tool_choice": "required"}, True),
-        ("chat", {**SAID, "tools": [{**NESTED_TOOL, "function": {**TOOL, "strict": True}}]}, True),
-        ("responses", {"input": "x", "tools": [{"type": "function", **TOOL}]}, True),
-        (
-            "responses",
-            {"input": "x", "tools": [{"type": "function", **TOOL, "strict": True}]},
-            True,
-        ),
-        ("responses", {"input": "x", "text": {"format": {"type": "json_object"}}}, True),
-        ("messages", {**MESSAGE, "tools": [{"name": "f", "input_schema": {}}]}, True),
-        (
-            "messages",
-            {
-                **MESSAGE,
-                "tools": [{"name": "f", "input_schema": {}}],
-                "tool_choice": {"type": "any"},
-            },
-            True,
-        ),
-        (
-            "messages",
-            {**MESSAGE, "output_config": {"format": {"type": "json_schema", "schema": {}}}},
-            True,
-        ),
-        ("embeddings", {"input": "x"}, False),
+        ("completions", {}, False),
+        ("completions", {"structured_outputs": {"regex": "a"}}, True),
+        ("chat", {"response_format": {"type": "text"}, "tools": tools_of("chat", TOOL)}, True),
+        ("chat", {"tools": tools_of("chat", TOOL), "tool_choice": "none"}, False),
+        ("chat", {"tools": tools_of("chat", TOOL), "tool_choice": "required"}, True),
+        ("chat", {"tools": tools_of("chat", STRICT)}, True),
+        ("chat", {"response_format": {"type": "json_object"}}, True),
+        ("responses", {"tools": tools_of("responses", TOOL)}, True),
+        ("responses", {"tools": tools_of("responses", STRICT)}, True),
+        ("responses", {"text": {"format": {"type": "json_object"}}}, True),
+        ("messages", {"tools": tools_of("messages", TOOL)}, True),
+        ("messages", {"tools": tools_of("messages", TOOL), "tool_choice": {"type": "any"}}, True),
+        ("messages", form_of("messages", {}), True),
+        ("embeddings", {}, False),
     ],
 )
 def test_what_has_a_form_is_known_before_it_is_prepared(
-    name: str, body: dict[str, Any], *, has_form: bool
+    name: str, fields: dict[str, Any], *, has_form: bool
 ) -> None:
-    request = GENERATING[name].read(json.dumps(body).encode(), ServerLimits())
-    assert request.has_form is has_form
+    assert read(name, **fields).has_form is has_form
 
 
 def test_no_prompt_waits_for_an_answer_that_is_encoded_nor_the_other_way_round(
