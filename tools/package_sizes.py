@@ -14,14 +14,14 @@ ROOT = "(modules)"
 """The modules that are in no package."""
 
 MAX_LINES: Mapping[str, int] = {
-    ROOT: 3_810,  # engines on many machines; images; sparse prefill; sampling declared once
+    ROOT: 3_590,  # engines on many machines; images; sparse prefill; sampling declared once
     "backends": 14944,  # kernels for GPUs: their table, packing, proof, memory; image towers
     "batch": 2_340,
-    "bench": 3_010,  # throughput, roofline, loads on servers
-    LABORATORY.name: 4_970,  # modes of batching, two servers compared, the simulator, charts
+    "bench": 2_920,  # throughput, roofline, loads on servers
+    LABORATORY.name: 4_920,  # modes of batching, two servers compared, the simulator, charts
     "checkpoint": 7_750,  # folders, GGUF, stored formats
-    "cli": 6_620,  # images of prompts; arguments of an application on Ray; sparse prefill
-    "cluster": 1_800,  # replicas on several machines, shared by front ends, and their number
+    "cli": 6_490,  # images of prompts; arguments of an application on Ray; sparse prefill
+    "cluster": 1_770,  # replicas on several machines, shared by front ends, and their number
     "drafting": 670,
     "engine": 7_400,  # checks and costs of images
     "frontend": 4_290,  # images of prompts
@@ -32,13 +32,13 @@ MAX_LINES: Mapping[str, int] = {
     "scheduler": 4_310,
     "server": 14_950,  # the page at /, images
     "text": 9_190,  # notations of the families of 2026
-    "verification": 3_990,
+    "verification": 3_900,
     "vision": 1_260,  # processors of images
     "weights": 1_600,
 }
 
-MOST_PERCENT_DOCSTRINGS = 10.0
-"""Of the lines of src/cadenza; lower it with them, down to 8."""
+MOST_PERCENT_DOCSTRINGS = 7.5
+"""Of the lines of src/cadenza; lower it with them."""
 
 
 def main(arguments: list[str]) -> int:

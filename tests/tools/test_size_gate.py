@@ -28,7 +28,8 @@ def write(root: Path, name: str, text: str) -> Path:
 
 WITHIN = [
     ("src/a.py", python_function(70)),
-    ("src/a.py", "x = 1\n" * 600),
+    ("src/a.py", "x = 1\n" * 500),
+    ("tests/src/a.py", "x = 1\n" * 600),
     ("csrc/a.cc", cpp_block("void f(int x)", 70)),
     ("csrc/a.h", "int x;\n" * 600),
     ("csrc/a.cc", "namespace a {\n" + cpp_block("void f()", 70) * 3 + "}\n"),
@@ -49,6 +50,7 @@ ABOVE = [
     ("setup.py", python_function(71)),
     ("tools/a.py", "async " + python_function(71)),
     ("tests/a.py", "class A:\n" + python_function(71, indent="    ")),
+    ("src/cadenza/a.py", "x = 1\n" * 501),
     ("training/a.py", "x = 1\n" * 601),
     ("csrc/a.h", "int x;\n" * 601),
     ("csrc/a.cc", cpp_block("void f(int x)", 71)),
