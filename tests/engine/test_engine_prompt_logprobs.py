@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cadenza.backends.fake import next_token
-from cadenza.batch.prompt import PromptRowsProgress
+from cadenza.batch.prompt import PLAIN, Prompt, PromptRowsProgress
 from cadenza.batch.sequence import Sequence
 from cadenza.batch.step_schema import NUM_EXTRA_LOGIT_ROWS
 from cadenza.config import EngineLimits, SchedulerLoop
@@ -218,9 +218,9 @@ def test_the_witness_gives_no_tokens_either() -> None:
 
 class UsesTheCacheAllTheSame(KVCacheManager):
     def find_prefix(self, sequence: Sequence) -> Prefix:
-        progress, sequence.prompt.rows = sequence.prompt.rows, None
+        prompt, sequence.prompt = sequence.prompt, PLAIN
         prefix = super().find_prefix(sequence)
-        sequence.prompt.rows = progress
+        sequence.prompt = prompt
         return prefix
 
 
@@ -238,7 +238,7 @@ def test_a_step_computes_no_more_prompt_logprobs_than_it_has_rows() -> None:
     for has_logprobs in (True, True, True, False):
         sequence = sequence_of(0, 50)
         if has_logprobs:
-            sequence.prompt.rows = PromptRowsProgress(num_prompt_tokens=50)
+            sequence.prompt = Prompt(rows=PromptRowsProgress(num_prompt_tokens=50))
         found.append(budget.take_rows(sequence, 50))
     assert found == [50, NUM_EXTRA_LOGIT_ROWS - 49, 0, 50]
     assert budget.num_rows == 0

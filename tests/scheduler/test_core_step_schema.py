@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cadenza.batch.draw_keys import draw_keys
-from cadenza.batch.prompt import PromptRowsProgress
+from cadenza.batch.prompt import Prompt, PromptRowsProgress
 from cadenza.batch.step_schema import (
     NO_TARGET,
     NUM_EXTRA_LOGIT_ROWS,
@@ -78,7 +78,7 @@ def test_a_described_row_is_chosen_by_no_setting_and_keyed_by_its_own_position()
     scheduler = scheduler_of(token_budget=24)
     params = SamplingParams(temperature=0.5, top_k=3, prompt_logprobs=2, logprobs=4)
     sequence = sequence_of(0, 6, params=params)
-    sequence.prompt.rows = PromptRowsProgress(num_prompt_tokens=6)
+    sequence.prompt = Prompt(rows=PromptRowsProgress(num_prompt_tokens=6))
     add(scheduler, sequence)
     batch = scheduler.schedule()
     assert batch is not None

@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from cadenza.batch.prompt import Prompt
 from cadenza.batch.sequence import Sequence
 from cadenza.batch.step_schema import NO_REACH
 from cadenza.batch.whole_spans import (
@@ -23,7 +24,7 @@ SPANS = (WholeSpan(4, 10), WholeSpan(10, 13), WholeSpan(20, 26))
 def seeing(request_id: int, length: int, *spans: WholeSpan, max_tokens: int = 3) -> Sequence:
     params = SamplingParams(max_tokens=max_tokens)
     sequence = sequence_of(request_id, length, max_tokens=max_tokens, params=params)
-    sequence.prompt.spans = spans
+    sequence.prompt = Prompt(spans=spans)
     return sequence
 
 

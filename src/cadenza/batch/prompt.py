@@ -4,7 +4,6 @@ preempted or in flight; hidden states are added in that order and in float64. N 
 
 import math
 from dataclasses import dataclass, field
-from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -88,9 +87,9 @@ class Pool:
         return True
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """What is not the same for the prompts of all sequences."""
+    """What is not the same for the prompts of all sequences; `PLAIN` of most."""
 
     # the tokens that are computed of a pruned one; a position is an index among these. None while
     # they are not known, and where the whole prompt is computed.
@@ -101,12 +100,18 @@ class Prompt:
     pool: Pool | None = None  # of its hidden states
 
     @classmethod
-    def of(cls, request: Request, *, has_rows: bool, has_spans: bool) -> Self:
+    def of(cls, request: Request, *, has_rows: bool, has_spans: bool) -> "Prompt":
         """Of a request's sample; its first one has the rows that the request asks for."""
         num_tokens, asked = len(request.prompt_token_ids), request.pooling
         needs_rows = has_rows and request.needs_prompt_rows
+        spans = whole_spans_of(request.attachments) if has_spans else ()
+        if not (spans or needs_rows or asked):
+            return PLAIN
         return cls(
-            spans=whole_spans_of(request.attachments) if has_spans else (),
+            spans=spans,
             rows=PromptRowsProgress(num_prompt_tokens=num_tokens) if needs_rows else None,
             pool=asked and Pool(dimensions=asked.dimensions, normalize=asked.normalize),
         )
+
+
+PLAIN = Prompt()

@@ -11,7 +11,7 @@ from enum import Enum
 from itertools import count
 from typing import NamedTuple, overload
 
-from cadenza.batch.prompt import Prompt
+from cadenza.batch.prompt import PLAIN, Prompt
 from cadenza.batch.recurrent_state import SequenceState
 from cadenza.drafting.drafts import Drafting
 from cadenza.events import CacheMiss, FinishReason
@@ -67,7 +67,7 @@ class Sequence:
     max_num_tokens: int
     stop_token_ids: frozenset[int]
     token_ids: list[int]  # the prompt, or what is kept of it, and all tokens read back so far
-    prompt: Prompt = field(default_factory=Prompt)
+    prompt: Prompt = PLAIN
     arrived_s: float = 0.0  # when it was submitted, by the engine's clock
     sample: int = 0
     siblings: list["Sequence"] = field(default_factory=list["Sequence"])

@@ -15,7 +15,7 @@ from cadenza.config import EngineLimits
 from cadenza.drafting.drafts import Drafting, SharedAcceptance, drafting_of
 from cadenza.events import WholePromptReason
 from cadenza.request import Request, SamplingParams
-from cadenza.scheduler.scoring import prune
+from cadenza.scheduler.scoring import compute_whole, prune
 from cadenza.sparse_prefill import kept_of_mask
 from cadenza.speculative_config import SpeculativeConfig
 from cadenza.structured import CompileConstraint, Constraint, PendingConstraint
@@ -62,7 +62,8 @@ class NewSequences:
         sequences: list[Sequence] = []
         for resumed in resumption.samples:
             sequence = self._make(request_id, request, resumed.sample)
-            sequence.prompt.whole_reason = resumption.whole_reason
+            if resumption.whole_reason is not None:
+                compute_whole(sequence, resumption.whole_reason)
             if sequence.awaits_kept:
                 _prune(sequence, resumption.kept)
             sequence.token_ids += resumed.token_ids

@@ -6,9 +6,10 @@ import hashlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from cadenza.batch.sequence import Sequence
+from cadenza.events import WholePromptReason
 from cadenza.request import Request, SamplingParams
 from cadenza.sparse_prefill import LOOK_AHEAD, KeptTokens, num_chunks
 
@@ -116,7 +117,12 @@ def prune(sequence: Sequence, kept: KeptTokens) -> None:
     assert kept.num_prompt_tokens == len(sequence.token_ids), "the kept tokens are another prompt's"
     sequence.token_ids = [*kept.of_prompt(sequence.token_ids)]
     sequence.max_num_tokens -= kept.num_skipped
-    sequence.prompt.kept = kept
+    sequence.prompt = replace(sequence.prompt, kept=kept)
     # What was looked up so far was the whole prompt.
     sequence.page_keys = []
     sequence.awaited_key = None
+
+
+def compute_whole(sequence: Sequence, reason: WholePromptReason) -> None:
+    """Although its request has a sparse prefill."""
+    sequence.prompt = replace(sequence.prompt, whole_reason=reason)

@@ -21,6 +21,7 @@ from cadenza.scheduler.fair_share import FairShare
 from cadenza.scheduler.scoring import (
     ScoreMemo,
     Scoring,
+    compute_whole,
     kept_unscored,
     prompt_digest,
     prune,
@@ -151,7 +152,7 @@ class ScoringQueue(StepWork):
         if not sequence.awaits_kept:
             return
         if self._is_cached(sequence):
-            sequence.prompt.whole_reason = "cached"
+            compute_whole(sequence, "cached")
             return
         digest = prompt_digest(sequence)
         kept = kept_unscored(sequence) or self._kept_before(sequence, digest)
@@ -320,7 +321,7 @@ class ScoringQueue(StepWork):
     def _leaves_whole(self, scoring: Scoring) -> bool:
         """Settles waiters of a prompt that is now largely cached; True if none is left."""
         for sequence in [each for each in scoring.waiters if self._is_cached(each)]:
-            sequence.prompt.whole_reason = "cached"
+            compute_whole(sequence, "cached")
             self.remove(sequence)
         return not scoring.waiters
 
@@ -401,7 +402,7 @@ class ScoringQueue(StepWork):
     def _give_up(self, scoring: Scoring, reason: WholePromptReason = "scoring_failed") -> None:
         self.counts.num_failed += 1
         for sequence in scoring.waiters:
-            sequence.prompt.whole_reason = reason
+            compute_whole(sequence, reason)
         self._settle(scoring)
 
     def _settle(self, scoring: Scoring) -> None:
