@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from cadenza import AsyncEngine, Request, RequestOutput
-from cadenza.frontend.async_engine import TOLD_AT_ONCE, OutputStream
+from cadenza.frontend.async_engine import NOTIFIED_AT_ONCE, OutputStream
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.outputs import OutputKind
 from tests.faces.scripted_engine import ScriptedEngine, finished, token
@@ -17,7 +17,7 @@ TIMEOUT_S = 180
 STEPS = [[token(0, 5 + index, index)] for index in range(4)]
 IDS = (5, 6, 7, 8)
 END = [finished(0, count=4)]
-MANY = 4 * TOLD_AT_ONCE
+MANY = 4 * NOTIFIED_AT_ONCE
 """Streams."""
 
 Play = Callable[[ScriptedEngine, AsyncEngine], Awaitable[None]]
@@ -191,7 +191,7 @@ def test_what_comes_meanwhile_waits_for_a_part_of_a_steps_outputs(tiny_text: Tex
             await is_over.wait()
             asyncio.get_running_loop().remove_reader(server)
         assert told == [*range(MANY)]
-        assert told_before == [2 * TOLD_AT_ONCE]  # those of its own pass, and of the next
+        assert told_before == [2 * NOTIFIED_AT_ONCE]  # those of its own pass, and of the next
 
     run(tiny_text, play)
 

@@ -67,7 +67,7 @@ def request(num_tokens: int = 300, **options: Any) -> Request:
     ],
 )
 def test_a_prompt_is_thinned_out_unless_there_is_a_reason(asked: Request, reason: str | None):
-    found = SERVER.thinned(asked)
+    found = SERVER.pruned(asked)
     assert (found.sparse_prefill is None) == (reason is not None)
     use = SERVER.planned_use(found)
     assert use is not None
@@ -79,22 +79,22 @@ def test_a_prompt_is_thinned_out_unless_there_is_a_reason(asked: Request, reason
 def test_a_server_without_it_says_so_to_who_asks_and_nothing_to_others():
     plain = SparsePrompts()
     for asked, reason in ((request(), None), (request(spec_prefill=True), "off")):
-        found = plain.planned_use(plain.thinned(asked))
+        found = plain.planned_use(plain.pruned(asked))
         assert (None if found is None else found.whole_because) == reason
-        assert plain.thinned(asked).sparse_prefill is None
+        assert plain.pruned(asked).sparse_prefill is None
 
 
 def test_a_request_chooses_for_itself_where_it_may():
     own = SpecPrefillChoice(keep=0.5, when="cold", spans=(PromptSpan(150, 151),))
     asked = request(spec_prefill=own)
-    found = SERVER.thinned(asked).sparse_prefill
+    found = SERVER.pruned(asked).sparse_prefill
     assert found is not None
     assert (found.keep, found.when, found.forced) == (0.5, "cold", own.spans)
     strict = SparsePrompts(config=replace(CONFIG, allow_request=False))
     with pytest.raises(InvalidRequestError, match="this server's own choice"):
-        strict.thinned(asked)
+        strict.pruned(asked)
     for plain in (True, None, False):
-        assert (strict.thinned(request(spec_prefill=plain)).sparse_prefill is None) == (
+        assert (strict.pruned(request(spec_prefill=plain)).sparse_prefill is None) == (
             plain is False
         )
 
@@ -163,17 +163,17 @@ WHOLE = Fingerprint(
 
 
 def test_answers_to_thinned_prompts_have_a_fingerprint_of_what_decides_the_kept_chunks():
-    thinned = SERVER.thinned(request())
+    thinned = SERVER.pruned(request())
     digests = {
         WHOLE.digest,
         SERVER.fingerprint_of(thinned, WHOLE).digest,
-        SERVER.fingerprint_of(SERVER.thinned(request(spec_prefill={"keep": 0.5})), WHOLE).digest,
-        SERVER.fingerprint_of(SERVER.thinned(request(spec_prefill={"when": "cold"})), WHOLE).digest,
+        SERVER.fingerprint_of(SERVER.pruned(request(spec_prefill={"keep": 0.5})), WHOLE).digest,
+        SERVER.fingerprint_of(SERVER.pruned(request(spec_prefill={"when": "cold"})), WHOLE).digest,
         SERVER.fingerprint_of(thinned, structs.replace(WHOLE, scorer="other")).digest,
         replace(SERVER, config=replace(CONFIG, head=7)).fingerprint_of(thinned, WHOLE).digest,
     }
     assert len(digests) == 6
-    whole = SERVER.thinned(request(spec_prefill=False))
+    whole = SERVER.pruned(request(spec_prefill=False))
     assert SERVER.fingerprint_of(whole, WHOLE) == WHOLE
     assert structs.replace(WHOLE, scorer="").digest == WHOLE.digest, (
         "of whole prompts it is no part"

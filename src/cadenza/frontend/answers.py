@@ -185,16 +185,16 @@ class AnswerPlanner:
         calls = None if use is None else self._calls(use, check, has_form=grammar is not None)
         marks = self._marks(None if calls is None else calls.format, frame)
         if use is None or calls is None:
-            grammar = None if grammar is None else frame.told(grammar, marks)
+            grammar = None if grammar is None else frame.with_content(grammar, marks)
         elif grammar is not None or use.is_constrained:
             arguments = {tool.name: _arguments(tool, calls.inputs, check) for tool in calls.tools}
             is_free = use.choice != "required" and grammar is None
             write = partial(_written, use, calls, arguments, is_free=is_free)
-            told = None if use.choice == "required" else grammar
+            content = None if use.choice == "required" else grammar
             # The check has no tokens: the marks are texts there.
-            trial = frame.behind_reasoning(_answered(frame, told, write, {}), {})
+            trial = frame.behind_reasoning(_answered(frame, content, write, {}), {})
             _refuse_unfit(trial, check)
-            grammar = _answered(frame, told, write, marks)
+            grammar = _answered(frame, content, write, marks)
         else:
             rule = _call_rule(replace(calls, tools=use.tools), marks, check)
         if grammar is not None:
@@ -380,7 +380,7 @@ def _answered(
     frame: AnswerFrame, form: str | None, write: Callable[[Marks], str], marks: Marks
 ) -> str:
     called = frame.called(write(marks), marks)
-    return called if form is None else either_grammar(frame.told(form, marks), called)
+    return called if form is None else either_grammar(frame.with_content(form, marks), called)
 
 
 def _described(tool: Tool) -> dict[str, Any]:

@@ -39,7 +39,7 @@ from cadenza.request import PoolingParams, Request
 
 DEFAULT_TIMEOUTS = RequestTimeouts()
 JOIN_S = 60.0
-TOLD_AT_ONCE = 16
+NOTIFIED_AT_ONCE = 16
 """Requests whose listeners are called in one pass of the event loop: connections come between."""
 
 
@@ -63,8 +63,8 @@ class AsyncEngine:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._router = OutputRouter(engine.cancel)
         self._listeners: dict[int, Callable[[], object]] = {}
-        self._untold: OrderedDict[int, Callable[[], object]] = OrderedDict()
-        self._is_telling = False
+        self._to_notify: OrderedDict[int, Callable[[], object]] = OrderedDict()
+        self._is_notifying = False
         self._arrived: list[Event] = []
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._serve, name="cadenza-engine", daemon=True)
@@ -130,7 +130,7 @@ class AsyncEngine:
             self._leave(request_id)
         with self._lock:  # an event that comes from here on is delivered to the new loop
             self._loop, self._arrived = loop, []
-        self._is_telling = False
+        self._is_notifying = False
         self._live.forget_viewers()
 
     def get_tokenizer(self) -> ModelTokenizer:
@@ -236,7 +236,7 @@ class AsyncEngine:
 
     def _leave(self, request_id: int) -> None:
         self._listeners.pop(request_id, None)
-        self._untold.pop(request_id, None)
+        self._to_notify.pop(request_id, None)
         if self._router.remove(request_id):
             self._engine.cancel(request_id)
 
@@ -267,32 +267,32 @@ class AsyncEngine:
         with self._lock:
             events, self._arrived = self._arrived, []
         self._add_news(self._router.push(events))
-        if not self._is_telling:
-            self._tell_some()
+        if not self._is_notifying:
+            self._notify_some()
 
     def _add_news(self, processors: SequenceOf[OutputProcessor]) -> None:
         for processor in processors:
-            self._untold[processor.request_id] = self._listeners[processor.request_id]
+            self._to_notify[processor.request_id] = self._listeners[processor.request_id]
 
-    def _tell_some(self) -> None:
+    def _notify_some(self) -> None:
         """In the order of events; the others in later passes of the event loop."""
-        self._is_telling = len(self._untold) > TOLD_AT_ONCE
-        if self._is_telling:
-            asyncio.get_running_loop().call_soon(self._tell_some)
-        for _ in range(min(TOLD_AT_ONCE, len(self._untold))):
-            self._tell_next()
+        self._is_notifying = len(self._to_notify) > NOTIFIED_AT_ONCE
+        if self._is_notifying:
+            asyncio.get_running_loop().call_soon(self._notify_some)
+        for _ in range(min(NOTIFIED_AT_ONCE, len(self._to_notify))):
+            self._notify_next()
 
-    def _tell_next(self) -> None:
-        if self._untold:  # one may make another leave
-            _, listener = self._untold.popitem(last=False)
+    def _notify_next(self) -> None:
+        if self._to_notify:  # one may make another leave
+            _, listener = self._to_notify.popitem(last=False)
             listener()
 
     def _fail_rest(self) -> None:
         """Ends open streams after the last events; calls all listeners, for the loop may end with
         the engine."""
         self._add_news(self._router.fail_all("the engine has ended"))
-        while self._untold:
-            self._tell_next()
+        while self._to_notify:
+            self._notify_next()
         self._live.detach()
 
 

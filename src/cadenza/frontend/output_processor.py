@@ -296,6 +296,6 @@ class OutputRouter:
 
 
 def describe_fault(error: BaseException) -> str:
-    places = traceback.extract_tb(error.__traceback__)[-4:]
-    shown = " < ".join(f"{place.name}:{place.lineno}" for place in reversed(places))
+    frames = traceback.extract_tb(error.__traceback__)[-4:]
+    shown = " < ".join(f"{frame.name}:{frame.lineno}" for frame in reversed(frames))
     return f"{type(error).__name__} in {shown}"

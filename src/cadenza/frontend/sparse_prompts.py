@@ -58,7 +58,7 @@ class SparsePrompts:
             return self
         return replace(self, scored_tokens=scored_tokens)
 
-    def thinned(self, request: Request) -> Request:
+    def pruned(self, request: Request) -> Request:
         """With `sparse_prefill` set if its prompt is pruned. Raises InvalidRequestError where it
         may not choose."""
         config, choice = self.config, request.params.spec_prefill
@@ -156,27 +156,27 @@ def places_in(
     """Where the tokens of a conversation are that are kept: its head, up to the first message that
     is no system text, and the beginning of the user's last message. `render` makes the text of
     other messages, `encode` the ids of a part of it."""
-    places = [place for place, each in enumerate(messages) if each.get("role") == "user"]
+    users = [index for index, each in enumerate(messages) if each.get("role") == "user"]
     others = [n for n, each in enumerate(messages) if each.get("role") not in _FROM_SYSTEM]
     if not others:
         return []
     head = len(encode(_cut(text, 0, _begin(messages, others[0], text, render))))
     found = [PromptSpan(0, head)] if head else []
-    if places and places[-1] != others[0]:
-        begin = _begin(messages, places[-1], text, render)
+    if users and users[-1] != others[0]:
+        begin = _begin(messages, users[-1], text, render)
         start = max(head, len(ids) - len(encode(_cut(text, begin, len(text)))))
         found.append(PromptSpan(start, start + CHUNK))
-    elif places:
+    elif users:
         found.append(PromptSpan(head, head + CHUNK))
     return found
 
 
-def _begin(messages: Sequence[Message], place: int, text: str, render: Render) -> int:
+def _begin(messages: Sequence[Message], index: int, text: str, render: Render) -> int:
     """Where the rendered text differs if the message's content does; 0 if the template refuses that
     content."""
-    other = {**messages[place], "content": _OTHER_CONTENT}
+    other = {**messages[index], "content": _OTHER_CONTENT}
     try:
-        changed = render([*messages[:place], other, *messages[place + 1 :]])
+        changed = render([*messages[:index], other, *messages[index + 1 :]])
     except InvalidRequestError:
         return 0
     pairs = enumerate(zip_longest(str.__str__(text), str.__str__(changed)))

@@ -297,7 +297,7 @@ class TextFrontend:
         request, check, sparse = prepared.request, terms.check, self.sparse
         if check is not None:
             sparse = sparse.scored_by(check.scored_tokens)
-        request = sparse.thinned(request)
+        request = sparse.pruned(request)
         conversation = None if written is None else written.conversation
         if request.sparse_prefill is not None and written is not None and conversation is not None:
             num_cut = len(written.spanned.ids) - len(request.prompt_token_ids)

@@ -91,7 +91,7 @@ class AnswerFrame(Protocol):
     @property
     def has_begun(self) -> bool: ...
 
-    def told(self, grammar: str, marks: Marks) -> str:
+    def with_content(self, grammar: str, marks: Marks) -> str:
         """An answer whose content is of a grammar, after the reasoning."""
         ...
 
@@ -129,7 +129,7 @@ class MarkedFrame:
     def reasoning(self) -> ReasoningFormat | None:
         return None if self.is_over else self.own
 
-    def told(self, grammar: str, marks: Marks) -> str:
+    def with_content(self, grammar: str, marks: Marks) -> str:
         del marks
         return grammar
 

@@ -61,8 +61,8 @@ def _shown(messages: Sequence[Message]) -> Iterator[Message]:
     for each in messages:
         if each.get("role") == "tool":
             call = called.get(str(each.get("tool_call_id"))) or _Call(str(each.get("name", "")), "")
-            told = " ".join(("Result of", *filter(None, call))) if call.name else "Result"
-            text = f"{told}: {_text(each.get('content'))}"
+            label = " ".join(("Result of", *filter(None, call))) if call.name else "Result"
+            text = f"{label}: {_text(each.get('content'))}"
             others = _other_parts(each.get("content"))
             yield {"role": "user", "content": [*others, _part(text)] if others else text}
         elif each.get("tool_calls"):
@@ -110,13 +110,13 @@ def with_description(
 ) -> list[Message]:
     """The system's text describes the tools, with a call as the format's example has it."""
     before, behind = tools_described(tools)
-    told = MarkedText(before) + written_by_template(format.example) + behind
+    described = MarkedText(before) + written_by_template(format.example) + behind
     if not messages or messages[0].get("role") not in ("system", "developer"):
-        return [{"role": "system", "content": OwnText(told)}, *messages]
+        return [{"role": "system", "content": OwnText(described)}, *messages]
     first = messages[0]
     own = first.get("content")
     text = own if isinstance(own, str) else ""
-    content = OwnText(MarkedText(f"{text}\n\n") + told if text else told)
+    content = OwnText(MarkedText(f"{text}\n\n") + described if text else described)
     return [{**first, "content": content}, *messages[1:]]
 
 

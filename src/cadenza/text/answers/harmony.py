@@ -131,7 +131,7 @@ class HarmonyParser:
             elif message.header.kind == "tool_call":
                 num_read, part = self._call(message, self._text, is_end=is_end)
             else:
-                num_read, part = self._tell(message, self._text, is_end=is_end)
+                num_read, part = self._take(message, self._text, is_end=is_end)
             if part is not None:
                 placed.append((self._num_read, part))
             if not num_read and self._message is message:
@@ -162,7 +162,7 @@ class HarmonyParser:
         self._message, self._head = _Message(_CONTENT, num_searched=1), ""
         return 0, between
 
-    def _tell(self, message: _Message, text: str, *, is_end: bool) -> tuple[int, OutputPart | None]:
+    def _take(self, message: _Message, text: str, *, is_end: bool) -> tuple[int, OutputPart | None]:
         kind = "reasoning" if message.header.kind == "reasoning" else "content"
         found = _END.search(text, message.num_searched)
         if found is None:
@@ -296,7 +296,7 @@ class HarmonyFrame:
         head, mark, _ = self.begun.partition(MESSAGE)
         return header_of(head, {}, has_tools=False).kind if mark else None
 
-    def told(self, grammar: str, marks: Marks) -> str:
+    def with_content(self, grammar: str, marks: Marks) -> str:
         if self._within == "content":
             return grammar
         begun = "" if self.has_begun else self.begun.strip()
@@ -344,21 +344,21 @@ def harmony_messages(given: Sequence[Mapping[str, Any]]) -> list[Message]:
     user's turn."""
     placed = systems_in_turns([dict(message) for message in given], into_results=False)
     found: list[Message] = []
-    place, has_called = 0, False
-    while place < len(placed):
-        message = _without_headers(placed[place])
-        place += 1
+    index, has_called = 0, False
+    while index < len(placed):
+        message = _without_headers(placed[index])
+        index += 1
         calls, role = message.get("tool_calls"), message.get("role")
         if role != "assistant" or not isinstance(calls, list) or not calls:
             has_called = has_called and role != "assistant"
             is_orphan = role == "tool" and not has_called
-            found.append(_told(message) if is_orphan else _without_calls(message))
+            found.append(_as_user(message) if is_orphan else _without_calls(message))
             continue
         has_called = True
         results: list[Message] = []
-        while place < len(placed) and placed[place].get("role") == "tool":
-            results.append(placed[place])
-            place += 1
+        while index < len(placed) and placed[index].get("role") == "tool":
+            results.append(placed[index])
+            index += 1
         found += _one_by_one(_with_thought(message), cast(list[Any], calls), results)
     return found
 
@@ -375,13 +375,13 @@ def _without_headers(message: Message) -> Message:
     parts = _parts(message["content"])
     key = next((key for key in _REASONING if found.get(key)), _REASONING[0])
     thoughts = [part.text for part in parts if part.kind == "reasoning"]
-    told = [part.text for part in parts if part.kind == "content"]
+    contents = [part.text for part in parts if part.kind == "content"]
     calls = [
         {"type": "function", "function": {"name": part.name, "arguments": json.loads(part.text)}}
         for part in parts
         if part.kind == "tool_call"
     ]
-    found["content"] = _BETWEEN.join(told)
+    found["content"] = _BETWEEN.join(contents)
     if thoughts:
         found[key] = _BETWEEN.join(filter(None, (found.get(key), *thoughts)))
     if calls:
@@ -404,10 +404,10 @@ def _without_calls(message: Message) -> Message:
     return {**rest, "content": message.get("content") or ""}
 
 
-def _told(result: Message) -> Message:
+def _as_user(result: Message) -> Message:
     name, text = result.get("name"), result.get("content") or ""
-    told = f"Result of {name}: " if isinstance(name, str) and name else "Result: "
-    return {"role": "user", "content": told + text if isinstance(text, str) else text}
+    label = f"Result of {name}: " if isinstance(name, str) and name else "Result: "
+    return {"role": "user", "content": label + text if isinstance(text, str) else text}
 
 
 def harmony_tools(tools: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -432,8 +432,8 @@ def _with_thought(message: Message) -> Message:
 def _one_by_one(message: Message, calls: list[Any], results: list[Message]) -> Iterator[Message]:
     left = [*results]
     own = {key: value for key, value in message.items() if key not in ("content", *_REASONING)}
-    for place, call in enumerate(calls):
-        yield {**(own if place else message), "tool_calls": [call]}
+    for index, call in enumerate(calls):
+        yield {**(own if index else message), "tool_calls": [call]}
         result = _result_of(call, left)
         if result is not None:
             left.remove(result)

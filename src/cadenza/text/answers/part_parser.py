@@ -183,7 +183,7 @@ class PartParser:
             case _State.REASONED:
                 return _skip_blanks(_State.CONTENT, text, is_end=is_end)
             case _State.CONTENT:
-                return _tell(plan, text, is_end=is_end)
+                return _content(plan, text, is_end=is_end)
             case _State.CALL:
                 assert matcher is not None
                 return _call(matcher, text, is_end=is_end)
@@ -265,7 +265,7 @@ def _has_unknown(plan: PartPlan, calls: Sequence[ToolCall]) -> bool:
     return bool(plan.functions) and any(call.name not in plan.functions for call in calls)
 
 
-def _tell(plan: PartPlan, text: str, *, is_end: bool) -> _Step | None:
+def _content(plan: PartPlan, text: str, *, is_end: bool) -> _Step | None:
     found = _next_call(plan, text, is_end=is_end)
     if found is not None:
         return _before_call(_State.CALL, plan, text, found)

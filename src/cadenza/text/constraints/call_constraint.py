@@ -246,8 +246,8 @@ class ThinkingConstraint:
 
     def _may_end(self, allowed: bytes) -> bool:
         # Within a character that is not complete a grammar may not allow it yet.
-        place, bit = divmod(self._bound.end, 8)
-        return bool(allowed[place] >> bit & 1)
+        index, bit = divmod(self._bound.end, 8)
+        return bool(allowed[index] >> bit & 1)
 
     def _outside(self, thought: Thought, token_id: int) -> Thought:
         before = self._bound.before

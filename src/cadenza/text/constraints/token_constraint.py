@@ -208,10 +208,10 @@ class CompileThreads:
         with self._changed:
             if self._is_closed:
                 raise RuntimeError("the threads have ended")
-            place = self._num_come
+            index = self._num_come
             self._num_come += 1
-            name = (place,) if key is None else (key, None)
-            line = self._lines.setdefault(name, _Line(size, place))
+            name = (index,) if key is None else (key, None)
+            line = self._lines.setdefault(name, _Line(size, index))
             line.jobs.append((future, work))
             if self._num_idle < len(self._free()) and self._num_threads < self._most_threads:
                 self._num_threads += 1

@@ -141,9 +141,9 @@ class JsonRules:
         if rest is not None and most != count:
             more = None if most is None else most - count
             tail = _times(f"COMMA {rest}", max(least - count, 0), more)
-        for place in range(count - 1, 0, -1):
-            tail = f"COMMA {items[place]} {tail}"
-            if place >= least:
+        for index in range(count - 1, 0, -1):
+            tail = f"COMMA {items[index]} {tail}"
+            if index >= least:
                 tail = f"({self.rule(tail)})?"
         return self._list(f"{items[0]} {tail}", least)
 
@@ -302,13 +302,13 @@ def _at_most(bound: Decimal, is_open: bool) -> str:
 def _above(bound: Decimal, is_open: bool) -> str:
     whole, fraction = _digits(bound)
     larger = [rf"[1-9][0-9]{{{len(whole)},}}(\.[0-9]+)?"]
-    for place, digit in enumerate(whole):
+    for index, digit in enumerate(whole):
         if digit != "9":
-            rest = len(whole) - place - 1
-            larger.append(rf"{whole[:place]}[{int(digit) + 1}-9][0-9]{{{rest}}}(\.[0-9]+)?")
+            rest = len(whole) - index - 1
+            larger.append(rf"{whole[:index]}[{int(digit) + 1}-9][0-9]{{{rest}}}(\.[0-9]+)?")
     larger += [
-        rf"{whole}\.{fraction[:place]}[{int(digit) + 1}-9][0-9]*"
-        for place, digit in enumerate(fraction)
+        rf"{whole}\.{fraction[:index]}[{int(digit) + 1}-9][0-9]*"
+        for index, digit in enumerate(fraction)
         if digit != "9"
     ]
     behind = rf"{fraction}[0-9]*[1-9][0-9]*" if is_open else rf"{fraction}[0-9]*"
@@ -324,19 +324,19 @@ def _below(bound: Decimal, is_open: bool) -> str:
     smaller: list[str] = []
     if len(whole) > 1:
         smaller.append(rf"(0|[1-9][0-9]{{0,{len(whole) - 2}}})(\.[0-9]+)?")
-    for place, digit in enumerate(whole):
-        least = 1 if place == 0 and len(whole) > 1 else 0
+    for index, digit in enumerate(whole):
+        least = 1 if index == 0 and len(whole) > 1 else 0
         if int(digit) > least:
-            rest = len(whole) - place - 1
+            rest = len(whole) - index - 1
             first = f"[{least}-{int(digit) - 1}]"
-            smaller.append(rf"{whole[:place]}{first}[0-9]{{{rest}}}(\.[0-9]+)?")
+            smaller.append(rf"{whole[:index]}{first}[0-9]{{{rest}}}(\.[0-9]+)?")
     if fraction:
         smaller.append(whole)
-    for place, digit in enumerate(fraction):
+    for index, digit in enumerate(fraction):
         if digit != "0":
-            smaller.append(rf"{whole}\.{fraction[:place]}[0-{int(digit) - 1}][0-9]*")
-        if place:
-            smaller.append(rf"{whole}\.{fraction[:place]}")
+            smaller.append(rf"{whole}\.{fraction[:index]}[0-{int(digit) - 1}][0-9]*")
+        if index:
+            smaller.append(rf"{whole}\.{fraction[:index]}")
     if not is_open:
         smaller.append(rf"{whole}\.{fraction}0*" if fraction else rf"{whole}(\.0+)?")
     return "|".join(smaller) or "[^0-9]"

@@ -237,8 +237,8 @@ def resolve_reference(root: _Schema, name: str) -> object:
         if isinstance(found, dict):
             found = cast(_Schema, found).get(key)
         elif isinstance(found, list) and key.isascii() and key.isdecimal():
-            place, items = int(key[:9]), cast(list[object], found)
-            found = items[place] if place < len(items) else None
+            index, items = int(key[:9]), cast(list[object], found)
+            found = items[index] if index < len(items) else None
         else:
             return None
     return found

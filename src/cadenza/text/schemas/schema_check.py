@@ -126,10 +126,10 @@ class _Validator:
         items, prefix = schema.get("items"), schema.get("prefixItems", [])
         if isinstance(items, list):  # as drafts before 2020-12 have it
             prefix, items = cast(list[object], items), schema.get("additionalItems")
-        for place, item in enumerate(value):
-            inner = prefix[place] if place < len(prefix) else items
+        for index, item in enumerate(value):
+            inner = prefix[index] if index < len(prefix) else items
             if inner is not None:
-                seen.places.add(place)
+                seen.places.add(index)
                 yield self._is(item, inner)
         if "contains" in schema:
             found = [i for i, item in enumerate(value) if self._is(item, schema["contains"])]
@@ -185,10 +185,10 @@ class _Validator:
             return all(self._is(members[name], inner) for name in rest)
         if isinstance(value, list) and "unevaluatedItems" in schema:
             items = cast(list[object], value)
-            places = [place for place in range(len(items)) if place not in seen.places]
+            places = [index for index in range(len(items)) if index not in seen.places]
             seen.places |= {*places}
             inner = schema["unevaluatedItems"]
-            return all(self._is(items[place], inner) for place in places)
+            return all(self._is(items[index], inner) for index in places)
         return True
 
 
@@ -208,7 +208,7 @@ def _is_counted(count: int, schema: Schema, of: str) -> bool:
 
 
 def _repeats(items: list[object]) -> bool:
-    return any(equal(one, other) for place, one in enumerate(items) for other in items[place + 1 :])
+    return any(equal(one, other) for index, one in enumerate(items) for other in items[index + 1 :])
 
 
 def _is_within(value: float, schema: Schema) -> bool:

@@ -162,27 +162,27 @@ class SchemaGrammar:
         return not beside.isdisjoint({*CONSTRAINTS, *COMBINATIONS})
 
     def _reference(self, name: str) -> str:
-        place = name, self._level
-        if place in self._open and self._most_levels is not None:
+        key = name, self._level
+        if key in self._open and self._most_levels is not None:
             return self._next_level(name, self._most_levels)
-        if place in self._impossible:
+        if key in self._impossible:
             raise UnsatisfiableError
-        if place in self._references:
-            if place in self._open:
-                self._open[place] = True
+        if key in self._references:
+            if key in self._open:
+                self._open[key] = True
                 self.recursive[name] = self._target(name)
-            return self._references[place]
-        self._references[place] = rule = self._rules.new_rule()
-        self._open[place] = False
+            return self._references[key]
+        self._references[key] = rule = self._rules.new_rule()
+        self._open[key] = False
         try:
             self._rules.bodies[rule] = self._value(self._target(name))
         except UnsatisfiableError:
-            self._impossible.add(place)
-            if self._open[place]:  # rules that are kept may have it
+            self._impossible.add(key)
+            if self._open[key]:  # rules that are kept may have it
                 raise UnsupportedSchemaError from None
             raise
         finally:
-            del self._open[place]
+            del self._open[key]
         return rule
 
     def _target(self, name: str) -> object:

@@ -164,8 +164,8 @@ class SchemaMerger:
         ]
         return all(
             self.disjoint(one, other, depth)
-            for place, first in enumerate(resolved)
-            for second in resolved[place + 1 :]
+            for index, first in enumerate(resolved)
+            for second in resolved[index + 1 :]
             for one in first
             for other in second
         )

@@ -165,27 +165,27 @@ class _OpenEnding:
             for part in parts
             if isinstance(part, dict) and isinstance(cast(dict[str, object], part).get("text"), str)
         ]
-        place, key = (texts[-1], "text") if texts else (message, "content")
-        last_text = place.get(key)
+        holder, key = (texts[-1], "text") if texts else (message, "content")
+        last_text = holder.get(key)
         if not isinstance(last_text, str):
             raise InvalidRequestError(
                 "continue_final_message needs a last message with text in its content",
                 param="messages",
             )
         self._last_text = last_text
-        place[key] = last_text + self._mark
+        holder[key] = last_text + self._mark
 
     def cut(self, text: MarkedText) -> MarkedText:
-        place = text.rfind(self._mark.strip())
-        if place < 0 or self._last_text.strip() not in text:
+        index = text.rfind(self._mark.strip())
+        if index < 0 or self._last_text.strip() not in text:
             raise InvalidRequestError(
                 "the chat template changes the text of the last message, so it cannot be "
                 "continued; leave out continue_final_message",
                 param="continue_final_message",
             )
         # A template that strips the text has removed the marker's trailing space.
-        is_stripped = not text.startswith(self._mark, place)
-        return text.cut(0, place).rstrip() if is_stripped else text.cut(0, place)
+        is_stripped = not text.startswith(self._mark, index)
+        return text.cut(0, index).rstrip() if is_stripped else text.cut(0, index)
 
 
 def _compile(source: str, now: "Callable[[], datetime]") -> "BoundedTemplate":

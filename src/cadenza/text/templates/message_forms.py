@@ -22,10 +22,10 @@ class Form(NamedTuple):
 
 def other_forms(given: Sequence[Mapping[str, Any]]) -> Iterator[Form]:
     """Those with the least changes first; none that is the given one."""
-    told: list[list[Message]] = [[dict(message) for message in given]]
-    for form in _forms(told[0]):
-        if form.messages not in told:
-            told.append(form.messages)
+    tried: list[list[Message]] = [[dict(message) for message in given]]
+    for form in _forms(tried[0]):
+        if form.messages not in tried:
+            tried.append(form.messages)
             yield form
 
 
@@ -147,10 +147,10 @@ def _parts(content: Any) -> list[Any]:
 
 
 def _user_first(given: list[Message]) -> list[Message]:
-    place = 1 if given and given[0].get("role") == "system" else 0
-    if len(given) > place and given[place].get("role") == "user":
+    index = 1 if given and given[0].get("role") == "system" else 0
+    if len(given) > index and given[index].get("role") == "user":
         return given
-    return [*given[:place], {"role": "user", "content": ""}, *given[place:]]
+    return [*given[:index], {"role": "user", "content": ""}, *given[index:]]
 
 
 def _without_system(given: list[Message]) -> list[Message]:
@@ -240,18 +240,18 @@ MOVED = (
 def stable_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The conversation with a system prompt that stays the same from call to call."""
     found = [dict(message) for message in messages]
-    place = next(
+    index = next(
         (at for at in reversed(range(len(found))) if found[at].get("role") in ("user", "tool")),
         None,
     )
     moved: list[str] = []
-    patterns = REMOVED if place is None else (*REMOVED, *MOVED)
+    patterns = REMOVED if index is None else (*REMOVED, *MOVED)
     for message in found:
         if message.get("role") not in ("system", "developer"):
             break
         message["content"] = _without(message.get("content"), patterns, moved)
-    if moved and place is not None:
-        found[place]["content"] = _with(found[place].get("content"), "\n".join(moved))
+    if moved and index is not None:
+        found[index]["content"] = _with(found[index].get("content"), "\n".join(moved))
     return found
 
 

@@ -59,19 +59,19 @@ class ControlTokens:
             return []
         added = encoding.special_tokens_mask
         return [
-            place
-            for place, token_id in enumerate(ids)
+            index
+            for index, token_id in enumerate(ids)
             if token_id in self.content_of
-            and not (added[place] and encoding.token_to_chars(place) in (None, (0, 0)))
+            and not (added[index] and encoding.token_to_chars(index) in (None, (0, 0)))
             and token_id not in self.unknown_ids
         ]
 
     def is_forged(self, encoding: "Encoding", text: MarkedText) -> bool:
         plain = str.__str__(text)
-        for place in self.positions(encoding):
+        for index in self.positions(encoding):
             # A token may include the white space around it, which anyone may write. Offsets are
             # read one by one: the library builds the full list while holding the GIL.
-            start, stop = encoding.token_to_chars(place) or (0, 0)
+            start, stop = encoding.token_to_chars(index) or (0, 0)
             part = plain[start:stop].strip()
             start = plain.find(part, start)
             if not part or not text.is_own(start, start + len(part)):

@@ -38,8 +38,8 @@ class MarkedText(str):
         return self.own_spans in ((), ((0, len(self)),))
 
     def is_own(self, start: int, stop: int) -> bool:
-        place = bisect_right(self.own_spans, start, key=_first) - 1
-        return place >= 0 and stop <= self.own_spans[place][1]
+        index = bisect_right(self.own_spans, start, key=_first) - 1
+        return index >= 0 and stop <= self.own_spans[index][1]
 
     def cut(self, start: int, stop: int) -> "MarkedText":
         """The substring [start, stop) with its marks, for 0 <= start <= stop <= length."""

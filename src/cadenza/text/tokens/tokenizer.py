@@ -184,12 +184,12 @@ class Tokenizer:
         with _tokenizer_errors(_UNENCODABLE):
             shown = self._native.encode("a", "a")
         before, between, behind = list[int](), list[int](), list[int]()
-        place = before
+        part = before
         for token_id, sequence in zip(shown.ids, shown.sequence_ids, strict=True):
             if sequence is None:
-                place.append(token_id)
+                part.append(token_id)
             else:
-                place = behind if sequence else between
+                part = behind if sequence else between
         texts = [
             self.encode(text, add_special_tokens=False, max_num_tokens=max_num_tokens)
             for text in (first, second)
