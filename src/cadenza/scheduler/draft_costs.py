@@ -87,9 +87,13 @@ class DecodeCost:
             self.most,
         )
 
-    def fixed_ms(self, num_rows: int) -> float:
-        """What the step costs whatever it holds, if its rows cost as much as so many drafts."""
-        return max(0.0, self.base_ms - self.added_ms(num_rows))
+    def saved_share(self, num_drafting: int, num_rows: int) -> float:
+        """Of a row's share of the step, what an accepted draft saves. Rows without drafts take as
+        many steps as ever: what each costs whatever it holds, if rows cost as much as so many
+        drafts, is saved only as far as all rows advance."""
+        fixed_ms = max(0.0, self.base_ms - self.added_ms(num_rows))
+        share_left = max(0.0, 1 - num_drafting / max(1, num_rows))
+        return 1 - share_left * fixed_ms / self.base_ms
 
 
 @dataclass(slots=True, eq=False)

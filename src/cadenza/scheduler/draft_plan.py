@@ -113,12 +113,7 @@ def plan_drafts(
             stands for itself, and has to be worth `MARGIN`.
     """
     margin, min_ratio = (MARGIN, 1.0) if drafter is None else (1.0, MIN_RATIO)
-    worth = 1.0
-    if drafter is None and num_rows:
-        # Sequences without drafts take as many steps as ever: what each step costs whatever it
-        # holds is saved only as far as all sequences advance.
-        share_left = max(0.0, 1 - len(chances) / num_rows)
-        worth -= share_left * target.fixed_ms(num_rows) / target.base_ms
+    worth = 1.0 if drafter is not None else target.saved_share(len(chances), num_rows)
     drafts = _drafts_of(chances, worth)[: target.most]
     tokens, drafting_ms, deepest = float(num_rows), 0.0, 0
     most_tokens, least_ms, best_number = tokens, target.base_ms, 0
@@ -186,12 +181,11 @@ class DraftNote:
 
 
 class StepTime(NamedTuple):
-    """Milliseconds of a step: what one without drafts takes, of that whatever it holds, and what
-    this one took beyond for drafts; None if it had nothing to do with any."""
+    """What a step costs with drafts and without, and the milliseconds that this one took beyond
+    for drafts; None if it had nothing to do with any."""
 
     num_rows: int
-    base_ms: float
-    fixed_ms: float
+    cost: DecodeCost
     more_ms: float | None
 
 
@@ -226,8 +220,7 @@ class DraftReturns:
         if batch.has_drafts or waited_ms is not None:
             expected_ms = cost.base_ms + cost.added_ms(sum([len(e.drafts) for e in batch.entries]))
             more_ms = min(measured_ms, MAX_RATIO * expected_ms) - cost.base_ms + (waited_ms or 0.0)
-        time = StepTime(num_rows, cost.base_ms, cost.fixed_ms(num_rows), more_ms)
-        self._newest = batch, time
+        self._newest = batch, StepTime(num_rows, cost, more_ms)
 
     def settle(self, batch: Batch) -> None:
         """The step was applied: enters it."""
@@ -265,10 +258,10 @@ class DraftReturns:
         if group in note.spent:
             spent = note.spent[group]
             more_ms += spent.total - spent.caught_up
-            account.invest(spent.caught_up / time.base_ms)
+            account.invest(spent.caught_up / time.cost.base_ms)
         gain = left = 0.0
         if not own:
-            gain = left = -more_ms / time.base_ms
+            gain = left = -more_ms / time.cost.base_ms
         for entry, each in zip(own, _gains(own, drafting, more_ms, time), strict=True):
             gain += each
             assert entry.sequence.drafting is not None
@@ -282,12 +275,11 @@ def _gains(
 ) -> list[float]:
     """Of each entry, in steps."""
     pace = pace_of([entry.sequence for entry in drafting])
-    share_left = max(0.0, 1 - len(drafting) / time.num_rows)
-    worth = (1 - share_left * time.fixed_ms / time.base_ms) / time.num_rows
+    worth = time.cost.saved_share(len(drafting), time.num_rows) / time.num_rows
     num_drafts = sum([len(entry.drafts) for entry in own])
     return [
         entry.num_accepted * worth * worth_of(entry.sequence, pace)
-        - more_ms / time.base_ms * len(entry.drafts) / num_drafts
+        - more_ms / time.cost.base_ms * len(entry.drafts) / num_drafts
         for entry in own
     ]
 
