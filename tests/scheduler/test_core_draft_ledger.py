@@ -1,8 +1,7 @@
 """`DraftLedger`: what drafts may cost in all, whatever they gain; `DraftReturns`: what a step's
 drafts gained."""
 
-import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import given
@@ -40,7 +39,7 @@ STEPS = st.tuples(
 
 
 def play(steps: list[Step], ledger: DraftLedger) -> tuple[float, int]:
-    """What the drafts gained in all, each of a step if it drafts, and how many accounts there were.
+    """What the drafts gained in all, each of a step if it drafts; how many accounts there were.
 
     Each number of rows has one sequence of each group, of which one may draft in each step.
     """
@@ -263,124 +262,102 @@ def test_a_source_is_on_while_drafts_of_any_group_pay() -> None:
     assert ledger.states == (DraftState("model", "1", False, max(asked.gain, others.gain)),)
 
 
-@dataclass(slots=True, eq=False)
-class Steps:
-    """Steps of `num_rows` rows; the first ones have drafts, of which so many are accepted."""
-
-    num_rows: int
-    accepted: tuple[int, ...]
-    ledger: DraftLedger = field(default_factory=DraftLedger)
-    number: int = 0
-
-    def gain(self, more_ms: float, *, waited_ms: float | None = 0.0, count: int = 2) -> float:
-        """Of the account, after one step."""
-        cost = DecodeCost.linear(10.0, 1.0)
-        returns, batch = DraftReturns(self.ledger), Batch(self.number)
-        for at in range(self.num_rows):
-            sequence = sequence_of(at, 8)
-            sequence.drafting = Drafting(source=None, most=4)
-            entry = BatchEntry(sequence, at, 8, 1, 1, 0)
-            if at < len(self.accepted):
-                entry.drafts, entry.num_accepted = (0,) * count, self.accepted[at]
-            batch.add(entry)
-        returns.observe(batch, self.num_rows, cost, 10.0 + more_ms, waited_ms)
-        account = self.ledger.account(MODEL, self.num_rows)
-        account.num_observed = 0
-        account.gain = 0.0
-        returns.settle(batch)
-        return 2 * account.gain
+COST = DecodeCost.linear(10.0, 1.0)
 
 
-def test_an_accepted_draft_is_worth_a_rows_share_of_a_step() -> None:
-    assert Steps(4, (1, 1, 0, 2)).gain(2.0) == pytest.approx(4 / 4 - 0.2)
-    assert Steps(1, (2,)).gain(2.0, waited_ms=1.0) == pytest.approx(2 - 0.3)
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A sequence of a step: its drafts, how many were accepted, and whether its request asks."""
+
+    drafts: int = 0
+    accepted: int = 0
+    is_asked: bool = False
 
 
-def test_drafts_of_few_rows_save_no_part_of_what_a_step_costs_whatever_it_holds() -> None:
-    """Of 10 ms 6 are fixed where four rows cost as much as four drafts; a quarter of it counts."""
-    assert Steps(4, (2,)).gain(0.0) == pytest.approx(2 / 4 * (1 - 0.75 * 0.6))
-
-
-def test_a_step_that_waited_in_vain_is_charged_to_the_source_it_waited_for() -> None:
-    ledger = DraftLedger()
-    returns, batch = DraftReturns(ledger), Batch(7)
-    sequence = sequence_of(0, 8)
-    sequence.drafting = Drafting(source=None, most=4)
-    batch.add(BatchEntry(sequence, 0, 8, 1, 1, 0))
-    returns.note(7).waited_for = (MODEL,)
-    returns.observe(batch, 1, DecodeCost.linear(10.0, 1.0), 10.0, 0.5)
+def after(
+    rows: list[Row],
+    measured_ms: float,
+    waited_ms: float | None = 0.0,
+    note: DraftNote | None = None,
+) -> tuple[DraftLedger, float]:
+    """After one step of 10 ms, and 1 ms for each draft, that took so long: the ledger, and what
+    sequences have saved of their own."""
+    ledger, batch = DraftLedger(), Batch(7)
+    returns = DraftReturns(ledger)
+    for at, row in enumerate(rows):
+        sequence = sequence_of(at, 8)
+        sequence.drafting = Drafting(source=None, most=4, is_asked=row.is_asked)
+        drafts = (0,) * row.drafts
+        batch.add(BatchEntry(sequence, at, 8, 1, 1, 0, drafts=drafts, num_accepted=row.accepted))
+    kept = returns.note(7)
+    if note is not None:
+        kept.waited_for, kept.spent = note.waited_for, note.spent
+    returns.observe(batch, len(rows), COST, measured_ms, waited_ms)
     returns.settle(batch)
-    account = ledger.account(MODEL, 1)
+    drafting = [each.sequence.drafting for each in batch.entries]
+    return ledger, sum(each.credit.steps for each in drafting if each)
+
+
+@pytest.mark.parametrize(
+    ("rows", "measured_ms", "waited_ms", "gain"),
+    [
+        ([Row(2, 1), Row(2, 1), Row(2), Row(2, 2)], 12.0, 0.0, 4 / 4 - 0.2),
+        ([Row(2, 2)], 12.0, 1.0, 2 - 0.3),
+        ([Row(2, 2), Row(), Row(), Row()], 10.0, 0.0, 2 / 4 * (1 - 0.75 * 0.6)),
+        ([Row(2)], 1010.0, 0.0, -(MAX_RATIO * 12.0 - 10.0) / 10.0),
+        ([Row(), Row()], 15.0, None, 0.0),
+    ],
+    ids=[
+        "an accepted draft is worth a row's share of a step",
+        "the wait before it is charged",
+        "of 10 ms 6 are fixed where four rows cost as four drafts: a quarter of it counts",
+        "a step that took far too long counts as a multiple of what was expected",
+        "a step that has nothing to do with drafts is not charged",
+    ],
+)
+def test_a_step_is_worth_what_its_accepted_drafts_save_less_what_it_took_beyond_one_without(
+    rows: list[Row], measured_ms: float, waited_ms: float | None, gain: float
+) -> None:
+    ledger, own = after(rows, measured_ms, waited_ms)
+    account = ledger.account(MODEL, len(rows))
+    assert 2 * account.gain == pytest.approx(gain)
+    assert account.credit + own == pytest.approx(FIRST_CREDIT + SHARE + gain)
+
+
+def gains(rows: list[Row], note: DraftNote | None = None) -> tuple[float, float]:
+    """Of those who ask and of the others, in a step that took 4 ms more than one without."""
+    ledger, _ = after([*rows, *[Row()] * (4 - len(rows))], 14.0, 0.0, note)
+    return 2 * ledger.account(ASKED, 4).gain, 2 * ledger.account(MODEL, 4).gain
+
+
+def test_the_time_of_a_step_is_charged_by_drafts_or_else_to_those_waited_for() -> None:
+    asked = Row(is_asked=True)
+    assert gains([Row(3, is_asked=True), Row(1)]) == pytest.approx((-0.3, -0.1))
+    waited = DraftNote((ASKED, MODEL, MODEL, MODEL))
+    assert gains([asked], waited) == pytest.approx((-0.1, -0.3))
+    account = after([Row()], 10.0, 0.5, DraftNote((MODEL,)))[0].account(MODEL, 1)
     assert account.credit == pytest.approx(FIRST_CREDIT + SHARE - 0.05)
     assert account.num_observed == 1
 
 
-def mixed_step(
-    note: DraftNote, measured_ms: float, drafts: tuple[int, int] = (0, 0)
-) -> tuple[DraftAccount, DraftAccount]:
-    """The accounts of those who ask and of others, after a step of 10 ms of one and of three
-    sequences, of which the first of each had so many drafts."""
-    ledger = DraftLedger()
-    returns, batch = DraftReturns(ledger), Batch(7)
-    for at in range(4):
-        sequence = sequence_of(at, 8)
-        sequence.drafting = Drafting(source=None, most=4, is_asked=at == 0)
-        count = drafts[at] if at < 2 else 0
-        batch.add(BatchEntry(sequence, at, 8, 1, 1, 0, drafts=(0,) * count))
-    kept = returns.note(7)
-    kept.waited_for, kept.spent = note.waited_for, note.spent
-    returns.observe(batch, 4, DecodeCost.linear(10.0, 1.0), measured_ms, 0.0)
-    returns.settle(batch)
-    return ledger.account(ASKED, 4), ledger.account(MODEL, 4)
-
-
-def test_the_time_of_drafts_of_several_groups_is_charged_by_their_number() -> None:
-    asked, others = mixed_step(DraftNote(), 14.0, (3, 1))
-    assert (asked.gain, others.gain) == pytest.approx((-0.3 / 2, -0.1 / 2))
-
-
-def test_a_step_that_waited_in_vain_is_charged_by_the_number_of_sequences_waited_for() -> None:
-    asked, others = mixed_step(DraftNote((ASKED, MODEL, MODEL, MODEL)), 14.0)
-    assert (asked.gain, others.gain) == pytest.approx((-0.1 / 2, -0.3 / 2))
-
-
 def test_what_a_second_model_took_is_charged_to_those_for_whom_it_was() -> None:
+    """What it computed of prompts is paid, and says nothing of its drafts."""
     note = DraftNote(spent={ASKED: SpentMs(3.0, 1.0)})
-    asked, others = mixed_step(note, 14.0, (1, 0))
-    assert asked.gain == pytest.approx(-(14.0 - 10.0 - 1.0) / 10.0 / 2)
+    ledger, _ = after([Row(1, is_asked=True), Row(), Row(), Row()], 14.0, 0.0, note)
+    asked = ledger.account(ASKED, 4)
+    assert 2 * asked.gain == pytest.approx(-(14.0 - 10.0 - 1.0) / 10.0)
     assert asked.credit == pytest.approx(RESERVE - 1.0 + SHARE - 0.1 - 0.3)
-    assert not others.is_known
-
-
-def test_a_step_that_has_nothing_to_do_with_drafts_is_not_charged() -> None:
-    steps = Steps(2, ())
-    assert steps.gain(5.0, waited_ms=None) == 0.0
-    assert steps.ledger.account(MODEL, 2).credit == pytest.approx(FIRST_CREDIT + SHARE)
-
-
-def test_what_a_second_model_computed_of_prompts_is_paid_and_says_nothing_of_its_drafts() -> None:
-    ledger = DraftLedger()
-    returns, batch = DraftReturns(ledger), Batch(3)
-    sequence = sequence_of(0, 8)
-    sequence.drafting = Drafting(source=None, most=4)
-    batch.add(BatchEntry(sequence, 0, 8, 1, 1, 0, drafts=(0, 0), num_accepted=2))
-    note = returns.note(3)
-    note.spent = {MODEL: SpentMs(8.0, 6.0)}
-    returns.observe(batch, 1, DecodeCost.linear(10.0, 1.0), 11.0, 9.0)
-    returns.settle(batch)
-    account = ledger.account(MODEL, 1)
-    assert account.gain == pytest.approx((2 - 0.4) / 2), "1 ms more, 1 ms of waiting, 2 of drafting"
-    own = sequence.drafting.credit.steps
-    assert own == pytest.approx(1.6)
+    assert not ledger.account(MODEL, 4).is_known
+    note = DraftNote(spent={MODEL: SpentMs(8.0, 6.0)})
+    ledger, own = after([Row(2, 2)], 11.0, 9.0, note)
+    account, gain = ledger.account(MODEL, 1), 2 - 0.4
+    assert 2 * account.gain == pytest.approx(gain), "1 ms more, 1 ms of waiting, 2 of drafting"
+    assert own == pytest.approx(gain)
     assert account.credit == pytest.approx(FIRST_CREDIT + SHARE - 0.6)
 
 
-def test_a_step_that_took_far_too_long_counts_as_a_multiple_of_what_was_expected() -> None:
-    assert Steps(1, (0,)).gain(1000.0) == pytest.approx(-(MAX_RATIO * 12.0 - 10.0) / 10.0)
-
-
 def test_notes_of_steps_that_are_never_read_are_forgotten() -> None:
-    returns, rng = DraftReturns(DraftLedger()), random.Random(1)
+    returns = DraftReturns(DraftLedger())
     for number in range(100):
-        returns.note(number).spent = {MODEL: SpentMs(rng.random(), 0.0)}
+        returns.note(number)
     assert len(returns._notes) <= 6

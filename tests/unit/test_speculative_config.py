@@ -17,6 +17,10 @@ def test_text_and_mappings_give_the_same_config() -> None:
     assert parse_speculative_config(text) == parse_speculative_config(options) == expected
     config = config_from_options({"speculative_config": options})
     assert config.speculation == EngineConfig(speculative_config=expected).speculation == expected
+    mtp = SpeculativeConfig(method="mtp", num_speculative_tokens=3)
+    for name in ("mtp", "mimo_mtp"):  # vLLM has both
+        named = {"method": name, "num_speculative_tokens": 3}
+        assert parse_speculative_config(named) == mtp
     assert EngineConfig().speculation is EngineConfig(speculative_config="none").speculation is None
 
 
@@ -38,6 +42,8 @@ def test_text_and_mappings_give_the_same_config() -> None:
         ('{"method": "ngram", "prompt_lookup_max": 1000}', "from 1 to 64"),
         ('{"method": "draft_model", "model": ""}', "must be a folder, a GGUF file or a hub model"),
         ('{"method": "mtp", "quantization": "int8"}', "quantised; leave it out with mtp"),
+        ('{"method": "mtp", "model": "small"}', "a model is only for the method draft_model"),
+        ('{"method": "deepseek_mtp"}', "is not one of ngram, draft_model, quantised, mtp"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(value: object, says: str) -> None:

@@ -30,7 +30,7 @@ from cadenza.request import Request, SamplingParams
 from cadenza.speculative_config import SpeculativeConfig
 from tests.contract.steps import Stream, run_step
 from tests.xla.harness import NAN
-from tests.xla.test_draft_models import play
+from tests.xla.test_drafters import play
 from tests.xla.test_mtp_head import GEOMETRY, LIMITS, compute_target, error_of, head_stream
 from training.acceptance import Reached, acceptance_of, held_out_prompts
 from training.corpus.example import Split
@@ -150,12 +150,12 @@ def test_the_layer_and_a_draft_model_draft_for_the_bundled_model(head: Head, tmp
     export(init_weights(DRAFT_SHAPE, jax.random.key(1)), DRAFT_SHAPE, tmp_path / "draft")
     params = SamplingParams(temperature=0.7, seed=1, max_tokens=24, ignore_eos=True)
     requests = [Request(prompt_token_ids=tuple(head.token_ids[:n]), params=params) for n in (5, 40)]
-    plain, _, _ = play(head.folder, requests, None)
+    plain = play(head.folder, requests, None).streams
     for speculation in (
         SpeculativeConfig(method="mtp", num_speculative_tokens=3),
         SpeculativeConfig(method="draft_model", model=str(tmp_path / "draft")),
     ):
-        drafted, counts, _ = play(head.folder, requests, speculation)
+        drafted, counts, *_ = play(head.folder, requests, speculation)
         assert drafted == plain
         assert counts.num_draft_tokens > 24
 

@@ -1,15 +1,31 @@
 """Warm runners of a model, and of what drafts for it, for one engine after another of a test."""
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from cadenza.config import EngineConfig, EngineLimits
+from cadenza.drafting.drafts import DraftCounts
 from cadenza.engine.core import CoreOptions, EngineCore
+from cadenza.events import Finished, Token
 from cadenza.loading.build import Runners, load_runners, open_planned
+from cadenza.request import Request
 from cadenza.speculative_config import SpeculativeConfig
+
+Streams = dict[tuple[int, int], list[Any]]
+
+
+class Played(NamedTuple):
+    """Everything that was told of each stream, the engine's drafts, how often it preempted, and
+    how many tokens of each request had been drafts."""
+
+    streams: Streams
+    counts: DraftCounts
+    num_preemptions: int
+    accepted: Counter[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +52,38 @@ class WarmRunners:
                 reserved_output=0.0,
             ),
         )
+
+    def play(
+        self,
+        requests: Sequence[Request],
+        options: CoreOptions | None = None,
+        *,
+        one_by_one: bool = False,
+        **limits: Any,
+    ) -> Played:
+        """In one engine; `one_by_one`, no two requests are in it together."""
+        core = self.new_core(options, **limits)
+        played = Played({}, core.draft_counts, 0, Counter())
+        for request in requests:
+            core.submit(request)
+            if one_by_one:
+                _drain(core, played)
+        _drain(core, played)
+        return played._replace(num_preemptions=core.scheduler.num_preemptions)
+
+
+def _drain(core: EngineCore, played: Played) -> None:
+    while not core.is_idle:
+        for event in core.step():
+            if isinstance(event, Token):
+                told: Any = (event.token_id, event.logprobs)
+                played.accepted[event.request_id] += event.is_draft
+            elif isinstance(event, Finished):
+                told = (event.finish_reason, event.error, event.num_generated_tokens)
+            else:
+                continue
+            played.streams.setdefault((event.request_id, event.sample), []).append(told)
+        core.check_invariants()
 
 
 @contextmanager
