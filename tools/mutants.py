@@ -27,6 +27,7 @@ from threading import Lock
 from typing import Any, cast
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Column, Table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -496,7 +497,8 @@ def report(outcomes: Sequence[Outcome], console: Console) -> None:
         by = "" if outcome.verdict.is_fault else outcome.detail
         seconds = f"{outcome.seconds:.0f}"
         mutant = outcome.mutant
-        table.add_row(mutant.name, mutant.breaks, outcome.verdict.value, by, seconds)
+        cells = (mutant.name, mutant.breaks, outcome.verdict.value, by, seconds)
+        table.add_row(*map(escape, cells))
     console.print(table)
     for outcome in outcomes:
         if outcome.verdict.is_fault:

@@ -3,6 +3,7 @@
 import io
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -121,8 +122,10 @@ def test_the_report_names_what_caught_each_mutant_and_what_is_at_fault(
     outcomes: dict[str, Outcome],
 ):
     output = io.StringIO()
-    mutants.report(list(outcomes.values()), Console(file=output, width=200))
+    by_path = replace(outcomes["caught"], detail="tests/test_http.py::test_a_path[/v1/x-0]")
+    mutants.report([*outcomes.values(), by_path], Console(file=output, width=200))
     assert "tests/test_half.py::test_a_small_number" in output.getvalue()
+    assert "test_a_path[/v1/x-0]" in output.getvalue(), "an id is no markup"
     assert "SURVIVED: survives\nevery named test passed" in output.getvalue()
 
 
