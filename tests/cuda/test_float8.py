@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from cadenza.weights.quantised_weight import BLOCK, Float8Weight
+from cadenza.weights.quantised_weight import Float8Weight
+from cadenza.weights.weight_format import FLOAT8_BLOCK
 from tests.cuda.conftest import Call, call_on_cpu
 from tests.native.float8_definition import pack, product, random_weight, values
 from tests.native.quantised_definition import fma
@@ -53,7 +54,7 @@ def test_a_product_in_bfloat16_folds_the_dense_products_of_its_blocks(
     x = wide.astype(BF16)
     expected = np.zeros((rows, shape[0]), np.float32)
     for block in range(weight.scales.shape[1]):
-        part = slice(block * BLOCK, (block + 1) * BLOCK)
+        part = slice(block * FLOAT8_BLOCK, (block + 1) * FLOAT8_BLOCK)
         dense = np.ascontiguousarray(values(weight)[:, part].astype(BF16))
         sums = linear(call, np.ascontiguousarray(x[:, part]), dense, shape[0])
         expected = fma(sums, weight.scales[None, :, block], expected)

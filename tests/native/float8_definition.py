@@ -17,7 +17,8 @@ import numpy.typing as npt
 from cadenza.backends.xla.ops.native_library import float8_shape, load_native_library, packed_shape
 from cadenza.backends.xla.ops.native_program import NativeProgram
 from cadenza.backends.xla.ops.packed_memory import PackedMemory
-from cadenza.weights.quantised_weight import BLOCK, Float8Weight
+from cadenza.weights.quantised_weight import Float8Weight
+from cadenza.weights.weight_format import FLOAT8_BLOCK
 from tests.native.quantised_definition import fma
 
 Float32Array = npt.NDArray[np.float32]
@@ -33,7 +34,7 @@ def random_weight(random: np.random.Generator, columns: int, reduction: int) -> 
     codes = (
         random.integers(0, 127, (columns, reduction)) | random.integers(0, 2, (1, reduction)) << 7
     )
-    scales = random.lognormal(size=(columns, -(-reduction // BLOCK)))
+    scales = random.lognormal(size=(columns, -(-reduction // FLOAT8_BLOCK)))
     return Float8Weight(codes.astype(np.uint8), scales.astype(np.float32))
 
 
@@ -45,7 +46,7 @@ def product(x: Float32Array, weight: Float8Weight) -> Float32Array:
     columns, total = values(weight), np.zeros((len(x), len(weight)), np.float32)
     for block in range(weight.scales.shape[1]):
         part = np.zeros_like(total)
-        for k in range(block * BLOCK, min((block + 1) * BLOCK, x.shape[1])):
+        for k in range(block * FLOAT8_BLOCK, min((block + 1) * FLOAT8_BLOCK, x.shape[1])):
             part = fma(columns[None, :, k], x[:, k, None], part)
         total = fma(part, weight.scales[None, :, block], total)
     return total
@@ -57,7 +58,7 @@ def product_of_blocks(x: npt.NDArray[Any], weight: Float8Weight) -> Float32Array
         x = x.astype(np.float32)
     total = np.zeros((len(x), len(weight)), np.float32)
     for block in range(weight.scales.shape[1]):
-        part = slice(block * BLOCK, (block + 1) * BLOCK)
+        part = slice(block * FLOAT8_BLOCK, (block + 1) * FLOAT8_BLOCK)
         dense = np.ascontiguousarray(values(weight)[:, part].astype(x.dtype))
         packed = PackedMemory().empty(packed_shape(len(dense), dense.shape[1], x.dtype), x.dtype)
         load_native_library().pack([dense], packed)

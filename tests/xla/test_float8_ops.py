@@ -12,8 +12,8 @@ from cadenza.backends.xla.ops.quantised import float8_product, join_float8
 from cadenza.backends.xla.ops.reference import OpTable
 from cadenza.backends.xla.ops.table import DecoderSpec
 from cadenza.checkpoint.random_checkpoint import named_shape
-from cadenza.weights.quantised_weight import BLOCK, Float8Weight
-from cadenza.weights.weight_format import FLOAT8
+from cadenza.weights.quantised_weight import Float8Weight
+from cadenza.weights.weight_format import FLOAT8, FLOAT8_BLOCK
 from tests.by_day import by_day
 from tests.xla.test_quantised_ops import TOKENS, assert_close, normal, step
 
@@ -32,7 +32,7 @@ def both(spec: DecoderSpec) -> tuple[OpTable, OpTable]:
 
 def weight(seed: int, rows: int, reduction: int) -> Float8Weight:
     codes = normal(seed, rows, reduction).astype(jnp.float8_e4m3fn).view(np.uint8)
-    scales = np.abs(normal(seed + 1000, rows, -(-reduction // BLOCK))) + np.float32(0.1)
+    scales = np.abs(normal(seed + 1000, rows, -(-reduction // FLOAT8_BLOCK))) + np.float32(0.1)
     return Float8Weight(codes, scales)
 
 

@@ -201,14 +201,11 @@ def _array_footprint(model: ModelConfig, traits: BackendTraits, dtype: WeightDTy
 def _token_bytes(model: ModelConfig, dtype: WeightDType) -> int:
     """A token's arrays while a layer is computed: the residual sum, the layer's input and the
     widest of what is computed from it."""
-    inner = max(kind.intermediate_size or model.intermediate_size for kind in model.layer_kinds)
     partial_bytes = 0
     if model.experts is not None:
-        chosen = model.experts.num_chosen * model.experts.intermediate_size
-        inner = max(inner, chosen, model.experts.shared_size)
         partial_bytes = _WORD * model.experts.num_chosen * model.hidden_size
     heads, recurrence = model.widest_heads, model.recurrence
-    widest = max(inner, heads.query_size + 2 * heads.kv_size, model.hidden_size)
+    widest = max(_inner_width(model), heads.query_size + 2 * heads.kv_size, model.hidden_size)
     if recurrence is not None:
         widest = max(widest, recurrence.num_channels + recurrence.value_width)
     inputs = model.layer_inputs
@@ -225,12 +222,17 @@ def _token_bytes(model: ModelConfig, dtype: WeightDType) -> int:
 def _widest_product(model: ModelConfig) -> int:
     """Columns of a layer's widest product: gate and up of its MLP or of the chosen experts, or
     queries, keys and values."""
-    inner = max(kind.intermediate_size or model.intermediate_size for kind in model.layer_kinds)
-    if model.experts is not None:
-        chosen = model.experts.num_chosen * model.experts.intermediate_size
-        inner = max(inner, chosen, model.experts.shared_size)
     heads = model.widest_heads
-    return max(2 * inner, heads.query_size + 2 * heads.kv_size, model.hidden_size)
+    return max(2 * _inner_width(model), heads.query_size + 2 * heads.kv_size, model.hidden_size)
+
+
+def _inner_width(model: ModelConfig) -> int:
+    """Of the widest MLP of a layer, or of the experts that a token has."""
+    inner = max(kind.intermediate_size or model.intermediate_size for kind in model.layer_kinds)
+    if model.experts is None:
+        return inner
+    chosen = model.experts.num_chosen * model.experts.intermediate_size
+    return max(inner, chosen, model.experts.shared_size)
 
 
 def _tokenizer_bytes(checkpoint: Checkpoint) -> int:

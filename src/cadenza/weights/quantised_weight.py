@@ -11,8 +11,8 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from cadenza.weights.weight_format import FLOAT8_BLOCK as BLOCK
 from cadenza.weights.weight_format import (
+    FLOAT8_BLOCK,
     GROUP,
     HALF_GROUP,
     MXFP4,
@@ -25,14 +25,16 @@ from cadenza.weights.weight_format import (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Float8Weight:
-    """The element [n, k] is the value of codes[n, k] times scales[n, k // BLOCK]."""
+    """The element [n, k] is the value of codes[n, k] times scales[n, k // FLOAT8_BLOCK]."""
 
     codes: npt.NDArray[np.uint8]  # [N, K], the bytes of float8_e4m3fn
     scales: npt.NDArray[np.float32]  # [N, B]
 
     def __post_init__(self) -> None:
         rows, reduction = self.codes.shape
-        assert self.scales.shape == (rows, -(-reduction // BLOCK)), "one scale for each block"
+        assert self.scales.shape == (rows, -(-reduction // FLOAT8_BLOCK)), (
+            "one scale for each block"
+        )
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -53,16 +55,16 @@ class Float8Weight:
         """In float32, each product rounded once: [N, K]."""
         values = self.codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
         with np.errstate(over="ignore", invalid="ignore"):
-            return values * np.repeat(self.scales, BLOCK, axis=1)[:, : self.shape[1]]
+            return values * np.repeat(self.scales, FLOAT8_BLOCK, axis=1)[:, : self.shape[1]]
 
 
 def scales_of_blocks(
     stored: npt.NDArray[np.float32], shape: tuple[int, int], block: tuple[int, int]
 ) -> npt.NDArray[np.float32]:
-    """Scales [ceil(N / block[0]), ceil(K / block[1])] as [N, B]; block[1] is a multiple of `BLOCK`,
-    or at least K."""
+    """Scales [ceil(N / block[0]), ceil(K / block[1])] as [N, B]; block[1] is a multiple of
+    `FLOAT8_BLOCK`, or at least K."""
     rows = np.arange(shape[0]) // block[0]
-    firsts = np.arange(0, shape[1], BLOCK) // block[1]
+    firsts = np.arange(0, shape[1], FLOAT8_BLOCK) // block[1]
     return np.ascontiguousarray(stored[rows[:, None], firsts[None]])
 
 

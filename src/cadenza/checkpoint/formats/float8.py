@@ -11,10 +11,10 @@ import numpy as np
 from cadenza.checkpoint.formats.scheme import SCALE_DTYPES, ModuleTensors, QuantisationScheme
 from cadenza.errors import CheckpointError
 from cadenza.json_object import JsonObject, shorten
-from cadenza.weights.quantised_weight import BLOCK, Float8Weight, scales_of_blocks
+from cadenza.weights.quantised_weight import Float8Weight, scales_of_blocks
 from cadenza.weights.stored_tensor import StoredTensor, StoredWeight
 from cadenza.weights.tensor_spec import TensorSpec
-from cadenza.weights.weight_format import FLOAT8, StoredDType
+from cadenza.weights.weight_format import FLOAT8, FLOAT8_BLOCK, StoredDType
 from cadenza.weights.weights import Weights
 
 FLOAT8_TYPE: StoredDType = "float8_e4m3"
@@ -62,14 +62,14 @@ def check_block(where: str, key: str, sizes: tuple[object, ...] | None) -> tuple
     """Rows and elements of K that have one scale. Raises `CheckpointError`."""
     match sizes:
         case (int(rows), int(columns)) if 0 < rows <= MAX_BLOCK and 0 < columns <= MAX_BLOCK:
-            if columns % BLOCK == 0:
+            if columns % FLOAT8_BLOCK == 0:
                 return rows, columns
         case _:
             pass
     raise CheckpointError(
         f"{where}: {key} is {shorten(sizes)}; float8 weights need one scale for the weight, for "
-        f"each row, or for blocks of any number of rows and a multiple of {BLOCK} elements of a "
-        f"row; use another checkpoint of the model"
+        f"each row, or for blocks of any number of rows and a multiple of {FLOAT8_BLOCK} elements "
+        f"of a row; use another checkpoint of the model"
     )
 
 

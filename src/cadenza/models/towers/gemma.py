@@ -99,7 +99,7 @@ def _gemma3_projector(files: VisionFiles) -> ProjectorConfig:
 
 
 def _read_gemma3_images(raw: JsonObject, tower: TowerConfig, patches: int) -> Gemma3Images:
-    check_steps(raw)
+    check_steps(raw, "do_normalize")
     if raw.flag("do_pan_and_scan", False):
         raise raw.wrong("do_pan_and_scan", "false, null or absent")
     size, side = raw.child("size"), patches * tower.patch_size
@@ -173,8 +173,6 @@ _GEMMA4_TOKEN = 258_880
 _LAYER_NORM_EPS = 1e-5  # PyTorch's default, which the unified model has
 
 _HEAD_DIM = 64  # of no head, where there are no layers
-
-_STEPS = ("do_resize", "do_rescale", "do_convert_rgb")
 
 
 def _read_gemma4(files: VisionFiles) -> VisionConfig:
@@ -287,9 +285,7 @@ def _vision(
 
 def _read_gemma4_images(files: VisionFiles, tower: JsonObject, *, is_unified: bool) -> Gemma4Images:
     raw = files.processor
-    for step in _STEPS:
-        if not raw.flag(step, True):
-            raise raw.wrong(step, "true, or absent")
+    check_steps(raw)
     if raw.flag("do_normalize", False):
         raise raw.wrong("do_normalize", "false, or absent: the model takes values from 0 to 1")
     patch = raw.integer("patch_size", 1, MAX_PATCH, 16)

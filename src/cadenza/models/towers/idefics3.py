@@ -64,7 +64,7 @@ def _read(files: VisionFiles) -> VisionConfig:
 
 
 def _read_processor(raw: JsonObject, patch_size: int, side: int) -> Idefics3Processor:
-    check_steps(raw)
+    check_steps(raw, "do_normalize")
     tile = _longest_edge(raw, "max_image_size", _TILE)
     return Idefics3Processor(
         longest_edge=_longest_edge(raw, "size", 4 * _TILE),

@@ -121,7 +121,7 @@ def _projector(files: VisionFiles, side: int, width: int) -> ProjectorConfig:
 
 def _read_processor(files: VisionFiles, patch: int, side: int) -> PixtralImages:
     raw = files.processor
-    check_steps(raw)
+    check_steps(raw, "do_normalize")
     own = raw.get("patch_size")
     sizes = raw.child("patch_size") if isinstance(own, dict) else None
     keys = ("height", "width")

@@ -102,7 +102,7 @@ def _read(files: VisionFiles) -> VisionConfig:
 
 def read_qwen_images(raw: JsonObject, max_tokens: int) -> QwenImages:
     """The processor, whose bounds of pixels have two names. Raises CheckpointError."""
-    check_steps(raw)
+    check_steps(raw, "do_normalize")
     size = raw.child("size") or JsonObject({}, raw.where)
 
     def pixels(old: str, new: str, default: int) -> int:

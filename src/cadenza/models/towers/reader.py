@@ -78,7 +78,7 @@ CLIP_NORMALISATION = Normalisation(
     mean=(0.48145466, 0.4578275, 0.40821073), std=(0.26862954, 0.26130258, 0.27577711)
 )
 
-_STEPS = ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb")
+_STEPS = ("do_resize", "do_rescale", "do_convert_rgb")
 
 
 def read_processor_settings(folder: Path) -> JsonObject | None:
@@ -92,8 +92,8 @@ def read_processor_settings(folder: Path) -> JsonObject | None:
     return None
 
 
-def check_steps(raw: JsonObject, others: tuple[str, ...] = ()) -> None:
-    """Raises CheckpointError if one of the steps that all processors do is off."""
+def check_steps(raw: JsonObject, *others: str) -> None:
+    """Raises CheckpointError if one of the steps that all processors do, or another, is off."""
     for step in (*_STEPS, *others):
         if not raw.flag(step, True):
             raise raw.wrong(step, "true, or absent")

@@ -21,13 +21,12 @@ from cadenza.backends.xla.ops.native_program import ProgramLibrary
 from cadenza.batch.step_schema import LogitInputs, specs_of
 from cadenza.errors import ConfigError
 from cadenza.weights.quantised_weight import (
-    BLOCK,
     BlockWeight,
     Float8Weight,
     FloatsOrCodes,
     InputOrder,
 )
-from cadenza.weights.weight_format import PANEL, Correction, ScaleType, WeightFormat
+from cadenza.weights.weight_format import FLOAT8_BLOCK, PANEL, Correction, ScaleType, WeightFormat
 
 LIBRARY_NAME = "_native.dylib" if sys.platform == "darwin" else "_native.so"
 
@@ -306,7 +305,7 @@ def float8_shape(
 ) -> tuple[int, int, int, int]:
     """Shape [panels, steps, 32, 2] of a packed float8_e4m3fn weight, whose scales are steps too."""
     panels, steps, *step = packed_shape(num_columns, reduction, np.float16, is_gated=is_gated)
-    return panels, steps + -(-reduction // BLOCK) * _STEPS_OF_SCALES, step[0], step[1]
+    return panels, steps + -(-reduction // FLOAT8_BLOCK) * _STEPS_OF_SCALES, step[0], step[1]
 
 
 def packed_shape(
