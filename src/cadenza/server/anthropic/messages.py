@@ -37,9 +37,9 @@ from cadenza.server.calls.endpoint import (
     GeneratingEndpoint,
     GenerationRequest,
     StreamEncoder,
-    Usage,
     event_bytes,
 )
+from cadenza.server.calls.record import Usage
 from cadenza.server.errors import ApiError, invalid_value
 from cadenza.server.fields.body import ObjectOf, label, optional, required, unsupported
 from cadenza.server.fields.messages import chat_messages, template_variables

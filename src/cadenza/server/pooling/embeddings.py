@@ -13,7 +13,8 @@ from cadenza.frontend.prepared_request import AnyPrompt, RequestOptions
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.outputs import RequestOutput, values_of
 from cadenza.request import DIMENSIONS, Pooling, PoolingParams, SamplingParams, prompt_only
-from cadenza.server.calls.endpoint import AnswerHead, CallRequest, GeneratingEndpoint, Usage
+from cadenza.server.calls.endpoint import AnswerHead, CallRequest, GeneratingEndpoint
+from cadenza.server.calls.record import Usage
 from cadenza.server.errors import cancelled, invalid_value
 from cadenza.server.fields.body import optional, required, unsupported
 from cadenza.server.fields.sampling import LABEL, PlainPrompt, SamplingField, plain_prompts
