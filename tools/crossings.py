@@ -15,6 +15,7 @@ from pathlib import Path
 MIDDLE = tuple(f"src/cadenza/{each}" for each in ("batch", "drafting", "engine", "kv", "scheduler"))
 MOST = 4
 
+# What the names of its modules and types have in common.
 FEATURES: Mapping[str, re.Pattern[str]] = {
     name: re.compile(words, re.IGNORECASE)
     for name, words in {
@@ -32,7 +33,6 @@ FEATURES: Mapping[str, re.Pattern[str]] = {
         "prompt logprobs": "prompt_?(logprob|row)",
     }.items()
 }
-"""What the names of its modules and types have in common."""
 
 
 def main(arguments: list[str]) -> int:

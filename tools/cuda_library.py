@@ -19,8 +19,8 @@ from cadenza.errors import ConfigError
 ARCHITECTURES = ("sm_80", "sm_90")
 PTX = "ptx_90"
 
+# The begin of a group of programs that nvcc puts into a library: one for each architecture.
 _FATBIN = b"\x50\xed\x55\xba"
-"""The begin of a group of programs that nvcc puts into a library: one for each architecture."""
 
 _HEADER = struct.Struct("<4sHHQ")  # magic, version, bytes of the header, bytes behind it
 _PROGRAM = struct.Struct("<HHIQIIHHI")  # kind, …, bytes of the header, bytes behind it, …, number

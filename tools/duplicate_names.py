@@ -14,8 +14,7 @@ from pathlib import Path
 
 PACKAGES = (Path("src/cadenza"), Path("benchmarks/cadenza_bench"))
 
-EXCEPTIONS: Mapping[str, str] = {}
-"""Names that may have several homes, each with the reason."""
+EXCEPTIONS: Mapping[str, str] = {}  # names that may have several homes, each with the reason
 
 
 def main(arguments: list[str]) -> int:

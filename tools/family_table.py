@@ -23,6 +23,7 @@ FIGURES = ROOT / "docs" / "families.json"
 BEGIN = "<!-- families: written by tools/family_table.py -->"
 END = "<!-- end of families -->"
 
+# The models of a row, its families and its architectures.
 ROWS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "Qwen3.5 to 3.8": (("qwen3_5_text",), ("qwen35",)),
     "Qwen3.5 to 3.8, mixtures": (("qwen3_5_moe_text",), ("qwen35moe",)),
@@ -49,7 +50,6 @@ ROWS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "OLMoE": (("olmoe",), ("olmoe",)),
     "MiMo": (("mimo",), ()),
 }
-"""The models of a row, its families and its architectures."""
 
 
 def main(arguments: list[str]) -> None:

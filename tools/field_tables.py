@@ -25,8 +25,7 @@ These fields of other engines would change an answer. They may have the value th
 with another one the request is a 400.
 """
 SHARING = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
-MAX_SHOWN = 1 << 20
-"""Bounds beyond it are there to bound memory, and say nothing to a reader."""
+MAX_SHOWN = 1 << 20  # bounds beyond it are there to bound memory, and say nothing to a reader
 NOT_BUILT = "Not built: "
 
 Row = tuple[str, ...]

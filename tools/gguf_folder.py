@@ -27,9 +27,9 @@ from tools.gguf_tokenizer import GGUFError, write_tokenizer
 
 Float32Array = npt.NDArray[np.float32]
 
+# Layers 6, 12, … attend to the full context. The metadata has neither this number nor
+# `GEMMA3_WINDOW_THETA`; llama.cpp has both in its source.
 GEMMA3_FULL_EVERY = 6
-"""Layers 6, 12, … attend to the full context. The metadata has neither this number nor
-`GEMMA3_WINDOW_THETA`; llama.cpp has both in its source."""
 
 GEMMA3_WINDOW_THETA = 10_000.0
 

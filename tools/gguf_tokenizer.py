@@ -11,8 +11,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
-SPACE = "▁"
-"""SentencePiece's replacement for a space."""
+SPACE = "▁"  # SentencePiece's replacement for a space
 
 _PREFIX = "tokenizer.ggml."
 _SPECIAL_TOKENS = {

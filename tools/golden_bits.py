@@ -34,11 +34,10 @@ PAGE = ROOT / "docs" / "exactness.md"
 BEGIN = "<!-- golden corpus: written by tools/golden_bits.py -->"
 END = "<!-- end of golden corpus -->"
 
-EMULATED = "_emulated"
-"""Ends the names of tables over a model of their instructions."""
+EMULATED = "_emulated"  # ends the names of tables over a model of their instructions
 
+# The classes of tables with instructions for bfloat16.
 OWN_BITS = ("amx", "avx512_bf16", "neon_bf16")
-"""The classes of tables with instructions for bfloat16."""
 
 GROUPS: tuple[Group, ...] = get_args(Group)
 

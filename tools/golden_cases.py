@@ -28,6 +28,7 @@ from cadenza.vision.processor import ImageProcessor, Run, image_digest
 from cadenza.vision.tower_config import VisionConfig
 from tools.golden_models import STORED, open_model, random_bytes
 
+# Options of the engine. The last ones are of weights that a file has in another form.
 FORMATS: Mapping[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
@@ -36,19 +37,17 @@ FORMATS: Mapping[str, dict[str, Any]] = {
     "int8-kv": {"dtype": "float32", "kv_cache_dtype": "int8"},
     **{name: {"dtype": "bfloat16"} for name in STORED},
 }
-"""Options of the engine. The last ones are of weights that a file has in another form."""
 
 Group = Literal["families", "routes", "images", "stored weights"]
 Route = Literal["hit", "snapshot", "drafts", "resumed"]
 
-LONG_PROMPT = 1120
-"""Beyond two spans of attention, and every window."""
+LONG_PROMPT = 1120  # beyond two spans of attention, and every window
 NUM_TOKENS = 6
 DIGEST_BYTES = 10
 IMAGE_SIZES = ((64, 48), (96, 96))
+# Tokens of a step, others than 64: a whole span of placeholders that see each other fits; and
+# prompts are cut at other places than those of the case without a route.
 BUDGETS: Mapping[Group, int] = {"images": 80, "routes": 160}
-"""Tokens of a step, others than 64: a whole span of placeholders that see each other fits; and
-prompts are cut at other places than those of the case without a route."""
 
 
 shape_of = cache(named_shape)
@@ -82,6 +81,7 @@ class Case:
         return settings["dtype"] == "bfloat16" and settings.get("kv_cache_dtype") != "int8"
 
 
+# Windows, shared KV, sinks, latents, and each kind of recurrent state.
 _ROUTES: Mapping[str, tuple[Route, ...]] = {
     "llama bfloat16": ("hit", "drafts", "resumed"),
     "llama int4": ("hit", "drafts"),
@@ -94,7 +94,6 @@ _ROUTES: Mapping[str, tuple[Route, ...]] = {
     "lfm2 bfloat16": ("snapshot", "drafts"),
     "granite4 bfloat16": ("snapshot", "drafts"),
 }
-"""Windows, shared KV, sinks, latents, and each kind of recurrent state."""
 
 _SEEING_FORMATS = {
     "tiny-qwen3-vl": ("bfloat16", "float32", "int8"),
@@ -301,6 +300,7 @@ def _play_resumed(engines: _Engines, requests: list[Request]) -> _Played:
     return _run_open(core, ids, played)
 
 
+# A hit of a model with recurrent states begins with the state behind it, a snapshot.
 _PLAYED: Mapping[Route | None, Callable[[_Engines, list[Request]], _Played]] = {
     None: _play_cold,
     "hit": _play_hit,
@@ -308,7 +308,6 @@ _PLAYED: Mapping[Route | None, Callable[[_Engines, list[Request]], _Played]] = {
     "drafts": _play_drafts,
     "resumed": _play_resumed,
 }
-"""A hit of a model with recurrent states begins with the state behind it, a snapshot."""
 
 
 # Images

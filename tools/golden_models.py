@@ -28,8 +28,7 @@ from cadenza.weights.weight_format import FORMAT_OF_NAME, StoredDType
 from cadenza.weights.weights import open_weights
 
 Bytes = npt.NDArray[np.uint8]
-Tensors = dict[str, tuple[StoredDType, npt.NDArray[Any]]]
-"""What a file stores, by name."""
+Tensors = dict[str, tuple[StoredDType, npt.NDArray[Any]]]  # what a file stores, by name
 
 SEED = 7
 
@@ -137,6 +136,7 @@ _GGUF_VOCAB = 331
 
 _GGUF_TYPES = "Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 Q4_K Q5_K Q6_K MXFP4 F16 BF16".split()
 
+# Where a block has the float16 that its scales are multiplied by, and about how large it is.
 _UNITS: Mapping[str, tuple[int, float]] = {
     "Q8_0": (0, 1 / 1024),
     "Q4_0": (0, 1 / 64),
@@ -147,11 +147,10 @@ _UNITS: Mapping[str, tuple[int, float]] = {
     "Q5_K": (0, 1 / 8192),
     "Q6_K": (208, 1 / 16384),
 }
-"""Where a block has the float16 that its scales are multiplied by, and about how large it is."""
 
+# What the float16 behind it is, as a multiple, so that elements are about 0; minimums of nested
+# scales are subtracted.
 _OFFSETS: Mapping[str, float] = {"Q4_1": -7.5, "Q5_1": -15.5, "Q4_K": 7.5, "Q5_K": 15.5}
-"""What the float16 behind it is, as a multiple, so that elements are about 0; minimums of nested
-scales are subtracted."""
 
 _LAYER = {
     "attn_q": (_GGUF_HEADS * _GGUF_HEAD_DIM, _GGUF_WIDTH),
@@ -251,9 +250,9 @@ def _half_bytes(values: npt.NDArray[np.float32]) -> Bytes:
     return values.astype("<f2").view(np.uint8).reshape(-1, 2)
 
 
+# Writers of models in stored formats, which return the path to open.
 STORED: Mapping[str, Callable[[Shape, Path], Path]] = {
     "gguf": _write_gguf,
     "mxfp4": _write_mxfp4,
     "float8": _write_float8,
 }
-"""Writers of models in stored formats, which return the path to open."""

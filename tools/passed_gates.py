@@ -19,11 +19,11 @@ _SETTINGS = (
     *("pyproject.toml", "requirements.lock", "Makefile", "setup.py"),
     *("csrc/isas.py", "csrc/nvcc.py"),
 )
+# By mark, files and folders.
 WATCHED = {
     "gates": ("tools", "tests/tools", "tests/conftest.py", "tests/pyrightconfig.json", *_SETTINGS),
     "kernels": ("csrc", "MANIFEST.in", "setup.py", "tests/native/test_kernel_builds.py"),
 }
-"""By mark, files and folders."""
 UNWATCHED = {"__pycache__", "build"}
 REASON = "unchanged since it passed (`make test-tools` runs it)"
 

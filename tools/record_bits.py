@@ -43,11 +43,9 @@ NUM_ROWS = 6
 MAX_TOKENS = 24
 SHARED_PREFIX = 40
 SHORT_PROMPT, LONG_PROMPT = 56, 700
-TIGHT_PAGES = 12
-"""Pages of 16 tokens: enough for two or three short streams of the six rows."""
+TIGHT_PAGES = 12  # pages of 16 tokens: enough for two or three short streams of the six rows
 
-Digests = dict[str, str]
-"""A digest for each sample, by "round/request/sample"."""
+Digests = dict[str, str]  # a digest for each sample, by "round/request/sample"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,8 +15,7 @@ from pathlib import Path
 
 PACKAGE, VERSION = "jsonschema", "4.23.0"
 SHA256 = "d71497fef26351a33265337fa77ffeb82423f3ea21283cd9467bb03999266bc4"
-SUITE = "json/tests/"
-"""Where the suite lies in the package."""
+SUITE = "json/tests/"  # where the suite lies in the package
 
 
 def main() -> int:

@@ -13,8 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGE = Path("src/cadenza")
-SHORT = 6
-"""Lines from `def` on below which a function is reported."""
+SHORT = 6  # lines from `def` on below which a function is reported
 
 
 def main(arguments: list[str]) -> int:

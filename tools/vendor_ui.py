@@ -26,17 +26,13 @@ LICENSES = "LICENSES.txt"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Package:
-    """A package of npm.
-
-    Args:
-        sha512: of the archive, in hex; files: their names here, by their paths in the package.
-    """
+    """A package of npm."""
 
     name: str
     version: str
     licence: str
-    sha512: str
-    files: Mapping[str, str]
+    sha512: str  # of the archive, in hex
+    files: Mapping[str, str]  # their names here, by their paths in the package
 
 
 PACKAGES: tuple[Package, ...] = (
@@ -74,17 +70,18 @@ PACKAGES: tuple[Package, ...] = (
     ),
 )
 
+# What is changed of a file, by its name here; each is there exactly once.
 REWRITES: Mapping[str, tuple[tuple[bytes, bytes], ...]] = {
     # A browser resolves a bare name by an import map only, which would be an inline script.
     "hooks.js": ((b'from"preact"', b'from"./preact.js"'),),
 }
-"""What is changed of a file, by its name here; each is there exactly once."""
 
 APPENDED: Mapping[str, bytes] = {
     # It is a script that defines a global; so it is loaded as a module when it is needed.
     "uplot.js": b"\nexport default uPlot;\n",
 }
 
+# Of every file in `vendor`.
 SHA256: Mapping[str, str] = {
     "LICENSES.txt": "4551d6b19bd07899e607c691055b8dd0450ccb92930ba6765358d2dbe36b81f3",
     "hooks.js": "5c65ab263688d0805862fd0807c779af02c2799c44fda0873dfcb870d0da70a0",
@@ -94,7 +91,6 @@ SHA256: Mapping[str, str] = {
     "uplot.css": "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04",
     "uplot.js": "8301d1a4fcc08355d4ff7e8c87cc4a4e13cc4da93ba50a20816005488c0c5f6e",
 }
-"""Of every file in `vendor`."""
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -149,6 +149,7 @@ def _machine(config: EngineConfig) -> dict[str, object]:
     return describe_machine(find_backend(config.backend).open_instruments())
 
 
+# By the name of the subcommand.
 COMMANDS: Mapping[str, BenchCommand] = {
     "batching": BenchCommand(
         call=bench_batching,
@@ -169,4 +170,3 @@ COMMANDS: Mapping[str, BenchCommand] = {
     "load": BenchCommand(call=bench_load, quick_flags="--repeats 2", quick={"repeats": 2}),
     "simulate": BenchCommand(call=bench_simulate),
 }
-"""By the name of the subcommand."""

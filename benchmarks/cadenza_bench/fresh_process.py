@@ -10,8 +10,8 @@ from typing import Any
 
 from cadenza.errors import RunnerError
 
+# The folder of this package, which a fresh process finds where this one does.
 ROOT = Path(__file__).parents[1]
-"""The folder of this package, which a fresh process finds where this one does."""
 
 
 def run_in_fresh_process(

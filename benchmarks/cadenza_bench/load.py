@@ -27,12 +27,11 @@ from cadenza.loading.build import find_configured, open_planned
 from cadenza.loading.memory import private_memory_bytes
 from cadenza_bench.fresh_process import run_in_fresh_process
 
+# Private memory that loading may take beside the weights and the largest tensor.
 ALLOWED_BYTES = 500_000_000
-"""Private memory that loading may take beside the weights and the largest tensor."""
 
 _TIMEOUT_S = 3600.0
-_BLOCK_BYTES = 64 << 20
-"""Memory that is read into again and again: larger than a core's caches."""
+_BLOCK_BYTES = 64 << 20  # memory that is read into again and again: larger than a core's caches
 
 _SAMPLE_S = 0.002
 

@@ -233,8 +233,7 @@ th:first-child, td:first-child {{ text-align: left; }}
 """
 
 
-MAX_ROWS = 400
-"""Of a timeline, which shows the first requests."""
+MAX_ROWS = 400  # of a timeline, which shows the first requests
 
 _X_LABELS = {"open": "requests a second", "closed": "clients"}
 _LATENCIES = {"ttft": "Time to first token", "tpot": "Time per output token"}

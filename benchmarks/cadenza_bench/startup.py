@@ -20,15 +20,14 @@ from cadenza.loading.build import find_configured
 from cadenza_bench.fresh_process import run_in_fresh_process
 
 Caches = Literal["cold", "warm"]
+# Each ends when: the interpreter runs · libraries are imported and the device is found · the
+# weights are in place · the programs are compiled · the first token is read.
 PHASES = ("python", "imports", "load", "compile", "first_token")
-"""Each ends when: the interpreter runs · libraries are imported and the device is found · the
-weights are in place · the programs are compiled · the first token is read."""
 
 _TIMEOUT_S = 600.0
 
 
-StartTimes = tuple[float, ...]
-"""Seconds of each of `PHASES`, in their order."""
+StartTimes = tuple[float, ...]  # seconds of each of `PHASES`, in their order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

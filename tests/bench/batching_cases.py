@@ -14,8 +14,7 @@ from cadenza_bench.batching.rounds import BatchingResult, Compared, compare_mode
 
 ROWS = 2
 AT_ONCE = BatchingLoad()
-ANSWERS = (2, 6, 3, 3)
-"""Two static batches of two rows, of 6 and 3 steps."""
+ANSWERS = (2, 6, 3, 3)  # two static batches of two rows, of 6 and 3 steps
 
 
 class RowDependentRunner(FakeRunner):

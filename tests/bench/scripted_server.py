@@ -29,12 +29,11 @@ class ScriptedServer:
     together: range = range(0)
     all_came: asyncio.Event = field(default_factory=asyncio.Event)
     bodies: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
-    delay_s: float = 0.0
-    """Before each chunk."""
+    delay_s: float = 0.0  # before each chunk
     before_chunk: Callable[[], None] = lambda: None
     keeps_connections: bool = False
+    # Closes a kept connection when its next request comes, as one that was idle for long.
     drops_kept: bool = False
-    """Closes a kept connection when its next request comes, as one that was idle for long."""
     num_connections: int = 0
     keys: set[str | None] = field(default_factory=set[str | None])
     num_open: int = 0

@@ -68,8 +68,8 @@ def test_a_run_beside_a_stand_in_writes_a_result_of_each_type(tmp_path: Path):
     assert ("not amx" in ran.stdout) == ("(amx)" not in written["machine"]["cpu"])
 
 
+# Up to four tokens a step waits for the weights, and each one more takes 2 ms.
 WAITING = {number: 10.0 + 2.0 * max(0, number - 4) for number in range(1, 65)}
-"""Up to four tokens a step waits for the weights, and each one more takes 2 ms."""
 
 
 def test_one_draft_breaks_even_where_its_token_is_worth_its_time() -> None:

@@ -56,6 +56,7 @@ def is_native() -> bool:
     return find_backend("auto").open_instruments() is not None
 
 
+# Calls of a step of the tiny shape.
 OPS = {
     "embed": 1,
     "rms_norm": 5,
@@ -65,7 +66,6 @@ OPS = {
     "rope_append_attend": 2,
     "next_token": 1,
 }
-"""Calls of a step of the tiny shape."""
 
 
 def test_throughput_prints_one_object_whose_figures_agree(run: Run, shape_file: Path):

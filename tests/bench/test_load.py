@@ -28,8 +28,8 @@ from tests.bench.shapes import TINY
 from tests.checkpoint.config_writer import write_random_checkpoint
 
 SHAPE = replace(TINY, vocab_size=160_000, hidden_size=128, tie_word_embeddings=False)
+# For what is no weight; less than half of the weights, so that a second copy shows.
 SLACK_BYTES = 24 << 20
-"""For what is no weight; less than half of the weights, so that a second copy shows."""
 
 
 @pytest.fixture(scope="module")

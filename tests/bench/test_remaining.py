@@ -6,8 +6,7 @@ from cadenza.bench.throughput import RemainingTime, about
 from cadenza.bench.workloads import Workload
 
 WORKLOAD = Workload(input_len=10, output_len=16, repeats=2, concurrency=(1, 4))
-BUDGET = 5
-"""A prefill run has the prompts of four full steps: two of them, and at 4 rows four."""
+BUDGET = 5  # a prefill run has the prompts of four full steps: two of them, and at 4 rows four
 
 
 def test_nothing_is_known_before_the_first_repeat():

@@ -48,8 +48,8 @@ TEMPLATE = (
 )
 CORPUS = ("the quick brown fox jumps over the lazy dog", "one two three four five six seven") * 4
 LIMITS = ("--max-num-seqs", "4", "--max-model-len", "256", "--num-pages", "64")
+# Flags with which the tiny engine compiles once for all tests.
 ENGINE = (*LIMITS, "--max-num-batched-tokens", "64")
-"""Flags with which the tiny engine compiles once for all tests."""
 COMMAND = (sys.executable, "-c", "import sys; from cadenza.cli import main; sys.exit(main())")
 
 

@@ -20,11 +20,11 @@ from tests.cli.harness import Cadenza, Group, taken
 from tests.cli.test_options import ALIASES, VALUES
 
 DEFAULT = EngineConfig()
+# For each flag a value as TOML has it.
 TYPES = {
     name: meant if isinstance(meant, int | float) else written
     for name, (written, meant) in VALUES.items()
 }
-"""For each flag a value as TOML has it."""
 
 
 @pytest.fixture

@@ -44,6 +44,7 @@ def config_of(*arguments: str, env: dict[str, str] | None = None) -> EngineConfi
     return parse(*arguments, env=env)[0]
 
 
+# For each field that is no switch: a value that is not the default, as written and as meant.
 VALUES = {
     "backend": ("xla", "xla"),
     "device": ("cpu", "cpu"),
@@ -87,7 +88,6 @@ VALUES = {
     "speculative_config": ('{"method": "ngram"}', SpeculativeConfig(method="ngram")),
     "spec_prefill": ('{"keep": 0.1, "head": 0}', SpecPrefillConfig(keep=0.1, head=0)),
 }
-"""For each field that is no switch: a value that is not the default, as written and as meant."""
 
 FLAGS: dict[str, Flag] = {each.name: each.metadata["flag"] for each in fields(EngineConfig)}
 ALIASES = [(alias, name) for name, described in FLAGS.items() for alias in described.aliases]
@@ -109,8 +109,8 @@ def test_every_setting_of_the_benchmarks_is_a_flag():
         assert names | others == {field.name for field in fields(group)}
 
 
+# A word of the command line, and what no flag sets.
 OF_SERVE = {ServerAddress: {"url"}, LoadOptions: {"timeout_s"}}
-"""A word of the command line, and what no flag sets."""
 
 
 def test_nothing_given_is_engine_configs_own_default():

@@ -11,8 +11,8 @@ from typer.main import get_command
 from cadenza.cli.app import build_app
 from tests.cli.harness import Cadenza
 
+# What the help shows of a flag with a few words for values.
 CHOICES = re.compile(r"[a-z0-9_]+(\|[a-z0-9_\[\]:]+)+")
-"""What the help shows of a flag with a few words for values."""
 
 
 def commands_of(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:

@@ -27,8 +27,8 @@ pytestmark = [
     ),
 ]
 
+# HAProxy gives up clients that are silent so long (RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S).
 CLIENT_S = 3
-"""HAProxy gives up clients that are silent so long (RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S)."""
 MAX_CONNECTIONS = 100
 ENVIRON = {
     "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": str(CLIENT_S),

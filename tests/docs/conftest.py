@@ -16,8 +16,8 @@ from tests.faces.seeing import write_seeing_model
 from tests.server.serve_process import ServeProcess, serve_process
 from tools.real_models import cache_folder
 
+# What makes the bundled model's engine quick to start. A command's own flags come first.
 SMALL = {"CADENZA_MAX_NUM_SEQS": "4", "CADENZA_MAX_MODEL_LEN": "1024"}
-"""What makes the bundled model's engine quick to start. A command's own flags come first."""
 TIMEOUT_S = 1200.0
 TRAINED = cache_folder(os.environ) / "smollm2-135m-instruct.gguf"
 

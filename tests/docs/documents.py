@@ -22,14 +22,11 @@ SHELLS = {"", "console", "sh", "bash"}
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """A piece of code of a page. `language` is a fence's; "" of a fence without one and elsewhere.
-
-    Args:
-        line: of its first line, from 1.
-    """
+    """A piece of code of a page. `language` is a fence's; "" of a fence without one and
+    elsewhere."""
 
     page: str
-    line: int
+    line: int  # of its first line, from 1
     language: str
     text: str
 

@@ -9,33 +9,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 PORT = "127.0.0.1:8000"
-GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
-"""The trained model of `make real` stands for it."""
-TINY = "{tiny}"
-"""Stands for the folder of a model of random weights."""
-SEEING = "{seeing}"
-"""Stands for the folder of one that sees."""
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"  # the trained model of `make real` stands for it
+TINY = "{tiny}"  # stands for the folder of a model of random weights
+SEEING = "{seeing}"  # stands for the folder of one that sees
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """Run by bash in an empty folder, with an engine of few rows and a short context.
+    """Run by bash in an empty folder, with an engine of few rows and a short context."""
 
-    Args:
-        instead: what stands in place of names in the command.
-        before: a command that is run first, in the same folder.
-        stdin: what is typed.
-        prints: is found in what it prints, or is the JSON keys of what it prints.
-        soak: is run by `make soak` alone.
-        needs: a Python package without which it is skipped.
-    """
-
+    # What stands in place of names in the command.
     instead: Mapping[str, str] = field(default_factory=dict[str, str])
-    before: str = ""
-    stdin: str = ""
-    prints: str = ""
-    soak: bool = True
-    needs: str = ""
+    before: str = ""  # a command that is run first, in the same folder
+    stdin: str = ""  # what is typed
+    prints: str = ""  # is found in what it prints, or is the JSON keys of what it prints
+    soak: bool = True  # is run by `make soak` alone
+    needs: str = ""  # a Python package without which it is skipped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,16 +58,11 @@ class First:
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """Not run, for a reason. What it calls of this repository is there and takes its flags.
-
-    Args:
-        paths: of files that it names.
-        arguments: of a `cadenza` that it calls in a way of its own.
-    """
+    """Not run, for a reason. What it calls of this repository is there and takes its flags."""
 
     why: str
-    paths: tuple[str, ...] = ()
-    arguments: tuple[str, ...] = ()
+    paths: tuple[str, ...] = ()  # of files that it names
+    arguments: tuple[str, ...] = ()  # of a `cadenza` that it calls in a way of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +87,8 @@ MANY = (
 FLOOD = f"{COST} --num-tenants 2 --request-rate 0.5 --max-num-queued-reqs 1000000"
 KERNELS = "csrc/build/native/bench"
 BENCH = "cadenza bench throughput"
+# The tests' model is so small that most of the time is the client's.
 ANY_SHARE = {"bench serve": "bench serve --max-client-share 1"}
-"""The tests' model is so small that most of the time is the client's."""
 RECEIPT = 'cadenza generate "The capital of France is" --receipt answer.json'
 KEY = 'CADENZA_API_KEY="$(openssl rand -hex 16)"'
 CHAT = "http://127.0.0.1:8000/v1/chat/completions -H 'content-type: application/json'"

@@ -34,16 +34,16 @@ from tests.server.serve_process import PLAIN, ServeProcess, serve_process
 
 SHOWN = shown_commands()
 OUTPUTS = shown_outputs()
+# Of calls within sentences, which tell what may be given.
 STAND_INS = {"[": "", "]": "", "FILE…": "FILE", "…": "none", "NAME|FILE": "NAME"} | {
     " URL": f" http://{PORT}",
     " COMMAND ": " serve ",
 }
-"""Of calls within sentences, which tell what may be given."""
 
 
 NAME = re.compile(r"[a-z]+(-[a-z]+)*")
+# What the parser raises; typer exports its child alone.
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
-"""What the parser raises; typer exports its child alone."""
 
 
 def placed(kind: type[Any]) -> list[Any]:

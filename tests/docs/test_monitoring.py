@@ -18,8 +18,7 @@ from tests.docs.documents import ROOT
 
 FOLDER = ROOT / "examples" / "monitoring"
 OF_PROMETHEUS = {"up": {"job", "instance"}}
-TARGET_LABELS = {"instance", "job"}
-"""Which Prometheus adds to each series."""
+TARGET_LABELS = {"instance", "job"}  # which Prometheus adds to each series
 
 ENDINGS = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_count", "_sum")}
 LABELS = {"_bucket": {"le"}}

@@ -14,8 +14,7 @@ from typing import Any
 
 MAX_LINE_BYTES = 1 << 22
 USAGE = ("prompt_tokens", "completion_tokens", "total_tokens")
-TIMEOUT_S = 120.0
-"""Where only a hang is meant."""
+TIMEOUT_S = 120.0  # where only a hang is meant
 
 
 @dataclass(slots=True, eq=False)

@@ -89,10 +89,10 @@ class Ledger:
     """What became of each request."""
 
     expected: list[str] = field(default_factory=list)
+    # Of each server, by the name of its model.
     num_answers: Counter[str] = field(default_factory=Counter)
-    """Of each server, by the name of its model."""
+    # Clean errors, by code: of streams that began, and of calls that did not.
     errors: Counter[str] = field(default_factory=Counter)
-    """Clean errors, by code: of streams that began, and of calls that did not."""
     failures: list[str] = field(default_factory=list)
 
 

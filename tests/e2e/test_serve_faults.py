@@ -55,11 +55,11 @@ FULL = [body_of(index) for index in range(64)]
 SMALL = [body | {"max_tokens": body["max_tokens"] // 3} for body in FULL[:24]]
 
 
+# Sixteen streams that take a while.
 MANY_PROMPTS = [
     {**body, "prompt": [body["prompt"], *PROMPTS], "n": 2, "stream": True, "max_tokens": 400}
     for body in FULL[:16]
 ]
-"""Sixteen streams that take a while."""
 
 
 def most_done(bodies: list[dict[str, Any]]) -> int:

@@ -9,8 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "cadenza"
-MOST_LINES = 220
-"""Of ARCHITECTURE.md: a map that is read in one sitting."""
+MOST_LINES = 220  # of ARCHITECTURE.md: a map that is read in one sitting
 # A family's module is named by its model type, and listed in the table of families.
 NOT_LISTED = {PACKAGE / "models" / "families"}
 LABORATORY = ROOT / "benchmarks" / "cadenza_bench"

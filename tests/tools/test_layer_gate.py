@@ -55,8 +55,8 @@ MODULES = (
     "models.rope_factors",
 )
 
+# Packages beside the product's; their modules have their full names below.
 LABORATORY = ("cadenza_bench", "cadenza_bench.simulate")
-"""Packages beside the product's; their modules have their full names below."""
 
 LAWFUL = (
     ("serve_app", "cadenza.cli"),

@@ -5,6 +5,7 @@ from dataclasses import fields
 from cadenza.request import SamplingParams
 from tools.record_bits import all_cases, compare, make_requests
 
+# What changes no token: text front ends do with it, or it chooses how tokens are computed.
 TEXT_OPTIONS = {
     "bad_words",
     "include_stop_str_in_output",
@@ -15,7 +16,6 @@ TEXT_OPTIONS = {
     "structured",
     "truncate_prompt_tokens",
 }
-"""What changes no token: text front ends do with it, or it chooses how tokens are computed."""
 
 
 def test_the_requests_of_a_recording_vary_every_option_that_reaches_the_engine() -> None:

@@ -11,8 +11,8 @@ import pytest
 pytestmark = pytest.mark.gates
 
 REPOSITORY = Path(__file__).parents[2]
+# Those that the settings are for.
 PLUGINS = ("-p", "pytest_timeout", "-p", "_hypothesis_pytestplugin")
-"""Those that the settings are for."""
 OK, FAILED, INTERRUPTED, USAGE_ERROR = 0, 1, 2, 4
 
 

@@ -27,8 +27,7 @@ SWITCHES = (
     *("--disable-background-networking", "--disable-component-update"),
 )
 CONTEXT_TOKENS = 4096
-PATIENCE_MS = 20_000
-"""Of one expectation: a loaded machine must not fail a correct page."""
+PATIENCE_MS = 20_000  # of one expectation: a loaded machine must not fail a correct page
 
 
 def absent(reason: str) -> None:

@@ -28,8 +28,8 @@ HEAVY = frozenset(
         "typer",
     }
 )
+# Bounds the cost without a clock; `typing` and `importlib` account for those of today.
 MAX_NEW_MODULES = 40
-"""Bounds the cost without a clock; `typing` and `importlib` account for those of today."""
 
 
 def modules_loaded_by(statement: str) -> frozenset[str]:

@@ -101,17 +101,16 @@ class StepRates:
 Verdict = Literal["pass", "pass within noise", "miss"]
 
 MIN_ROUNDS = 3
+# A normal distribution's standard deviation over its median absolute deviation.
 NORMAL_DEVIATION = 1.4826
-"""A normal distribution's standard deviation over its median absolute deviation."""
 
 SHARE_OF_ALLOWED = 0.9
 SHARE_OF_OFFLINE = 0.95
 TTFT_CLIENTS = 4
+# For continuous batching in mlx-lm (its pull request 629), with this setting.
 CLAIMED_TTFT_RATIO = "6 to 9"
-"""For continuous batching in mlx-lm (its pull request 629), with this setting."""
 
-LEAST_HIT_RATIO = 7.0
-"""As others claim of prefix caches."""
+LEAST_HIT_RATIO = 7.0  # as others claim of prefix caches
 
 LEAST_PADDED_IDEAL = 5.0
 

@@ -30,8 +30,7 @@ from cadenza_bench.batching.figures import (
 from cadenza_bench.batching.plan import BatchingLoad, BatchingMode, BatchingOptions, BatchingPlan
 from cadenza_bench.batching.player import POLICIES, BatchPlayer, PlayedRequest, PlayTask, Timing
 
-RATE_STEPS = 16
-"""Decode steps of a measured rate."""
+RATE_STEPS = 16  # decode steps of a measured rate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -45,6 +45,7 @@ def _mean(spread: Spread | None) -> float | None:
     return None if spread is None else spread.mean_s
 
 
+# What is compared; of all but the first, less is better.
 METRICS: Mapping[str, Callable[[LoadFigures], float | None]] = {
     "output_tok_s": lambda load: load.output_tok_s,
     "ttft_mean_s": lambda load: _mean(load.ttft),
@@ -53,7 +54,6 @@ METRICS: Mapping[str, Callable[[LoadFigures], float | None]] = {
     "itl_p99_s": lambda load: _p99(load.itl),
     "e2e_mean_s": lambda load: _mean(load.e2e),
 }
-"""What is compared; of all but the first, less is better."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,8 +28,7 @@ from cadenza.request import Request
 from cadenza.scheduler.turns import POLICIES
 from cadenza_bench.simulate.traffic import VOCAB_SIZE, TrafficArrival
 
-SECRET = b"simulated"
-"""Of the keys of all simulated engines."""
+SECRET = b"simulated"  # of the keys of all simulated engines
 
 
 @dataclass(slots=True, eq=False)
@@ -135,8 +134,7 @@ _ARRAYS = ("token_ids", "is_finite", "has_choice", "logprobs", "ranks", "top_ids
 
 DEFAULT_MODEL_LEN = 4096
 DEFAULT_TOKEN_BUDGET = 256
-QUEUED_REQS = 1024
-"""A server's, at least."""
+QUEUED_REQS = 1024  # a server's, at least
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,8 +14,7 @@ from cadenza.events import Started
 from cadenza_bench.simulate.device import SimulatedReplica
 from cadenza_bench.simulate.traffic import TrafficArrival, TrafficOptions
 
-HISTOGRAM_BASE = 1.01
-"""Gaps between tokens are counted in classes that are 1 % apart."""
+HISTOGRAM_BASE = 1.01  # gaps between tokens are counted in classes that are 1 % apart
 
 
 @dataclass(slots=True, eq=False)

@@ -27,11 +27,10 @@ from cadenza_bench.simulate.record import (
 )
 from cadenza_bench.simulate.traffic import TrafficArrival, TrafficOptions
 
-REPORT_EVERY = 1000
-"""Requests that end between two reports of progress."""
+REPORT_EVERY = 1000  # requests that end between two reports of progress
 
+# Called with how many requests have ended, and how many there are.
 OnProgress = Callable[[int, int], object]
-"""Called with how many requests have ended, and how many there are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,14 +20,11 @@ Arrivals = Literal["poisson", "bursty"]
 Lengths = Literal["uniform", "tailed"]
 
 VOCAB_SIZE = 1000
-BURST_REQUESTS = 20
-"""Requests of a burst, on average."""
-BURST_RATE = 10.0
-"""The rate within a burst, as a multiple of the average rate."""
+BURST_REQUESTS = 20  # requests of a burst, on average
+BURST_RATE = 10.0  # the rate within a burst, as a multiple of the average rate
+# Standard deviations of a normal distribution between its median and its 95th percentile.
 TAIL_QUANTILE = 1.645
-"""Standard deviations of a normal distribution between its median and its 95th percentile."""
-MAX_TAIL = 10
-"""The longest length of a long tail, as a multiple of the upper bound."""
+MAX_TAIL = 10  # the longest length of a long tail, as a multiple of the upper bound
 NUM_COSTS = 4
 MAX_COST_MS = 1e9
 MAX_TENANTS = 100

@@ -33,14 +33,13 @@ from cadenza_bench.spec_prefill.runs import (
 )
 from cadenza_bench.spec_prefill.tasks import KINDS, Encode, TaskPrompt, make_prompt, make_text
 
-DRAFT = "draft"
-"""The way of sparse prefill itself, beside `BASELINES`."""
+DRAFT = "draft"  # the way of sparse prefill itself, beside `BASELINES`
 
 WAYS = (DRAFT, *BASELINES)
 ANSWER_LEN = 32
 NUM_DEPTHS = 5
+# Of right answers to whole prompts, below which a task says nothing about what was left out.
 CEILING = 0.8
-"""Of right answers to whole prompts, below which a task says nothing about what was left out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -61,5 +61,4 @@ class SpecPrefillOptions:
         return self.input_len or tuple(length for length in (most // 2, most) if length >= SHORTEST)
 
 
-ROOM = 48
-"""Tokens that are left for an answer and for look-ahead."""
+ROOM = 48  # tokens that are left for an answer and for look-ahead

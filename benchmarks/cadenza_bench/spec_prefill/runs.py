@@ -16,11 +16,9 @@ from cadenza.errors import RunnerError
 from cadenza.events import Started, TokenLogprobs
 from cadenza.sparse_prefill import CHUNK, LAST_TOKENS, KeptTokens, SparsePrefill, num_chunks
 
-NUM_TOP = 20
-"""Likeliest tokens that are compared at each position."""
+NUM_TOP = 20  # likeliest tokens that are compared at each position
 
-LEAST_SHARE = 1e-6
-"""Of probability, below which sums of rounded ones say nothing."""
+LEAST_SHARE = 1e-6  # of probability, below which sums of rounded ones say nothing
 
 Ids = tuple[int, ...]
 
@@ -113,11 +111,9 @@ def divergence(whole: TokenLogprobs, thinned: TokenLogprobs) -> float:
     return max(total, 0.0)
 
 
-_K1, _B = 1.2, 0.75
-"""BM25's usual parameters."""
+_K1, _B = 1.2, 0.75  # BM25's usual parameters
 
-Scores = Callable[[Sequence[int]], list[float]]
-"""Of the chunks of a prompt."""
+Scores = Callable[[Sequence[int]], list[float]]  # of the chunks of a prompt
 
 
 def random_scores(token_ids: Sequence[int]) -> list[float]:

@@ -12,9 +12,9 @@ from cadenza.errors import ConfigError
 from cadenza.sparse_prefill import PromptSpan
 
 TaskKind = Literal["needle", "key_value", "quote", "count", "asked_before"]
+# A code hidden in other text; one of many room numbers; a sentence to be repeated; how many notes
+# give a room number; the first of these, with the question before the text, too.
 KINDS: tuple[TaskKind, ...] = get_args(TaskKind)
-"""A code hidden in other text; one of many room numbers; a sentence to be repeated; how many notes
-give a room number; the first of these, with the question before the text, too."""
 
 Encode = Callable[[str], Sequence[int]]
 
