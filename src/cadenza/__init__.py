@@ -22,6 +22,7 @@ Modules:
 - `json_object`: typed access to untrusted JSON
 - `fingerprint`: what an answer depends on besides its request; what another machine needs to
   compute it again
+- `build_record`: the commit, platform and compiler of a wheel
 - `kernel_proof`: what was compared of kernels' bits when a model was loaded
 - `server_link`: how a command reaches a server: its certificate, a proxy, what went wrong
 - `serve_app`: engines on many machines, as an application of Ray Serve

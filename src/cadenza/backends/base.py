@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import nan
 from pathlib import Path
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -441,6 +441,10 @@ class Backend(Protocol):
     def load_runner(self, checkpoint: Checkpoint, setup: RunnerSetup) -> Runner:
         """A runner with its weights loaded, before `warmup`. Raises the errors of `describe`."""
         ...
+
+    def describe_machine(self) -> Mapping[str, Mapping[str, Any]]:
+        """What this backend finds of `processor` and `device`, for `cadenza doctor`."""
+        return {}
 
     def load_reference(self, checkpoint: Checkpoint, max_model_len: int) -> SequenceModel | None:
         """The independent model for contexts of `max_model_len` tokens; None if there is none."""

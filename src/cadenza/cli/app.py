@@ -8,9 +8,11 @@ from typing import Annotated
 import typer
 
 import cadenza
+from cadenza.build_record import read_build
 from cadenza.cli.bench import build_bench
 from cadenza.cli.cached_models import list_command, pull, rm
 from cadenza.cli.chat import chat, run
+from cadenza.cli.doctor import doctor
 from cadenza.cli.export import export, quantize
 from cadenza.cli.generate import generate
 from cadenza.cli.info import info
@@ -41,6 +43,7 @@ def build_app() -> typer.Typer:
         app.command(name, epilog=EPILOG)(with_flags(command))
     app.command("quantize", epilog=EPILOG)(quantize)
     app.command("export", epilog=EPILOG)(with_flags(export))
+    app.command("doctor", epilog=EPILOG)(doctor)
     for command in (list_command, pull, rm, top):
         app.command(command.__name__.removesuffix("_command"))(command)
     app.add_typer(build_bench(EPILOG), name="bench")
@@ -49,8 +52,9 @@ def build_app() -> typer.Typer:
 
 
 def _version() -> None:
-    """Show the version."""
-    typer.echo(f"cadenza {cadenza.__version__}")
+    """Show the version, and the commit and platform of the build."""
+    build = ", ".join(f"{key} {value}" for key, value in read_build().items() if key != "compiler")
+    typer.echo(f"cadenza {cadenza.__version__} ({build or 'a source tree'})")
 
 
 def _print_version(asked: bool) -> None:

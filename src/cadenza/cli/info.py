@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cadenza.cli.options import EngineFlags, JsonFlag, ModelArgument
-from cadenza.cli.report import json_line, picked, section_text
+from cadenza.cli.report import json_line, picked, sections_text
 from cadenza.config import EngineConfig
 from cadenza.errors import CheckpointError
 
@@ -66,7 +66,7 @@ def info(
     facts["answers"] = _answers(checkpoint, plan, config)
     if measure:
         facts |= _measured(checkpoint, plan, config)
-    print(json_line(facts) if json else _as_text(facts))
+    print(json_line(facts) if json else sections_text(facts))
 
 
 def _measured(checkpoint: "Checkpoint", plan: "EnginePlan", config: EngineConfig) -> Facts:
@@ -129,14 +129,10 @@ def _show_refused(name: str, reason: str, *, as_json: bool) -> None:
     verdict = {"name": name, "is_supported": False, "reason": reason}
     survey = survey_folder(Path(name))
     print(
-        json_line({"model": verdict | survey}) if as_json else _as_text({"model": verdict} | survey)
+        json_line({"model": verdict | survey})
+        if as_json
+        else sections_text({"model": verdict} | survey)
     )
-
-
-def _as_text(facts: Facts) -> str:
-    shown = {title: section for title, section in facts.items() if section}
-    width = max(len(key) for section in shown.values() for key in section)
-    return "\n\n".join(section_text(title, section, width) for title, section in shown.items())
 
 
 def describe(

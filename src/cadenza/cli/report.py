@@ -143,6 +143,13 @@ def section_text(title: str, facts: Mapping[str, Any], width: int = 0) -> str:
     return "\n".join([title, *lines])
 
 
+def sections_text(facts: Mapping[str, Mapping[str, Any]]) -> str:
+    """`section_text` of each section that has facts, their values in one column."""
+    shown = {title: section for title, section in facts.items() if section}
+    width = max(len(key) for section in shown.values() for key in section)
+    return "\n\n".join(section_text(title, section, width) for title, section in shown.items())
+
+
 def value_text(key: str, value: Any) -> str:
     """In the form of its unit, which is the key's ending."""
     match value:

@@ -2,7 +2,7 @@
 programs. Modules that serving does not need are imported on use."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_args
 
 import jax
@@ -91,6 +91,9 @@ class XlaBackend(Backend):
         weights = checkpoint.weights.released_by_layer()
         return XlaRunner(checkpoint.config, weights, setup, table.new_ops)
 
+    def describe_machine(self) -> Mapping[str, Mapping[str, Any]]:
+        return {"processor": _kernel_facts(), "device": _device_facts()}
+
     def load_reference(self, checkpoint: Checkpoint, max_model_len: int) -> SequenceModel | None:
         from cadenza.backends.xla.reference_model import ReferenceModel
 
@@ -115,6 +118,33 @@ class XlaBackend(Backend):
 
         has_faults = {"native": has_native_faults, "cuda": has_cuda_faults}
         return faults_of(ops, model, are_built=ops in has_faults and has_faults[ops]())
+
+
+def _kernel_facts() -> Mapping[str, Any]:
+    if not has_native_library():
+        return {}
+    library = load_native_library()
+    return {
+        "isa": library.cpu_isa,
+        "integer_isa": library.cpu_integer_isa,
+        "portable_isa": library.portable_isa,
+        "available_isas": library.available_isas,
+        "available_integer_isas": library.available_integer_isas,
+        "refusal_of_tiles": library.refusal_of_tiles,
+        "num_threads": library.num_threads,
+    }
+
+
+def _device_facts() -> Mapping[str, Any]:
+    try:
+        devices = jax.devices()
+    except RuntimeError as error:  # a plug-in whose device does not answer
+        return {"error": str(error).splitlines()[0]}
+    return {
+        "platform": devices[0].platform,
+        "name": devices[0].device_kind,
+        "num_devices": len(devices),
+    }
 
 
 class CompileCount:
