@@ -51,9 +51,9 @@ constexpr int kTopLogprobs = 20;
 
 // K step: consecutive elements of the reduction that a packed column stores together; 2 for bf16.
 template <class T>
-constexpr int kStep = 1;
+inline constexpr int kStep = 1;
 template <>
-constexpr int kStep<bf16> = 2;
+inline constexpr int kStep<bf16> = 2;
 
 // A weight's e4m3 code (core/float8.h), multiplied by activations of type T.
 template <class T>
