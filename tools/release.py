@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from tools import wheels
+from tools import how_tested, wheels
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -68,7 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
         check_version(asked.version)
         check_tree(ROOT)
         check_index(asked.version)
-        if not asked.dry_run and version_of(ROOT) != asked.version:
+        if not asked.dry_run and not is_cut(ROOT, asked.version):
             commit_version(ROOT, asked.version)
         return make(ROOT, asked.version, asked.out, tuple(asked.only))
     except ReleaseError as error:
@@ -108,6 +108,12 @@ def built(out: Path) -> list[Path]:
     return sorted(path for path in out.iterdir() if path.name != "SHA256SUMS")
 
 
+def is_cut(root: Path, version: str) -> bool:
+    """Whether the commit is that of this release already: a second run builds it again."""
+    changelog = (root / CHANGELOG).read_text(encoding="utf-8")
+    return version_of(root) == version and f"## [{version}]" in changelog
+
+
 def check_version(version: str) -> None:
     if not re.fullmatch(r"\d+\.\d+\.\d+(rc\d+)?", version):
         raise ReleaseError(f"VERSION={version} is not X.Y.Z or X.Y.ZrcN")
@@ -142,6 +148,7 @@ def commit_version(root: Path, version: str) -> None:
     replace_once(root / INIT, r'__version__ = "[^"]+"', f'__version__ = "{version}"')
     replace_once(root / CITATION, r"(?m)^version: .*$", f"version: {version}")
     replace_once(root / CITATION, r"(?m)^date-released: .*$", f"date-released: {day}")
+    how_tested.main([])
     git(root, "add", "--all")
     git(root, "commit", "--quiet", "--message", f"release: {version}")
 

@@ -91,9 +91,7 @@ def build_wheel(name: str, source: Path, out: Path) -> Path:
     }
     if not is_this_machine(target):
         environment |= cross_environment(target, work)
-    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    command = [*pip, "wheel", "--no-deps", "--wheel-dir", str(work), str(source)]
-    subprocess.run(command, env=environment, check=True)
+    build("wheel", source, work, environment)
     (wheel,) = work.glob("*.whl")
     if not target.is_elf:
         check_platform(wheel, target)
@@ -122,7 +120,7 @@ def cross_environment(target: Target, work: Path) -> dict[str, str]:
     """What makes setuptools compile for `target`: zig in place of the compiler, and the platform's
     name. The compiler is a program of its own, since some ask for `-dumpmachine`, which zig does
     not answer for a version of glibc."""
-    work.mkdir(parents=True)
+    work.mkdir(parents=True, exist_ok=True)
     compiler = work / "c++"
     triple = re.sub(r"\.\d[\d.]*$", "", target.zig)
     compiler.write_text(
@@ -161,13 +159,24 @@ def build_sdist(source: Path, out: Path) -> Path:
     """The source distribution, in `out`: its members in order, without owners and times."""
     work = source / "build" / "sdist"
     shutil.rmtree(work, ignore_errors=True)
-    code = f"from setuptools.build_meta import build_sdist; build_sdist({str(work)!r})"
-    work.mkdir(parents=True)
-    subprocess.run([sys.executable, "-c", code], cwd=source, check=True, stdout=subprocess.DEVNULL)
+    build("sdist", source, work, os.environ)
     (made,) = work.glob("*.tar.gz")
     packed = out / made.name
     packed.write_bytes(repack(made.read_bytes(), source_date()))
     return packed
+
+
+def build(what: str, source: Path, work: Path, environment: Mapping[str, str]) -> None:
+    """Without pip, which would look for libraries of the platform that is built for. What the build
+    prints is shown only if it fails."""
+    work.mkdir(parents=True, exist_ok=True)
+    code = f"from setuptools.build_meta import build_{what}; build_{what}({str(work)!r})"
+    command = [sys.executable, "-c", code]
+    ran = subprocess.run(
+        command, cwd=source, env=environment, capture_output=True, text=True, check=False
+    )
+    if ran.returncode:
+        raise SystemExit(f"{what}: the build failed\n{ran.stdout[-4000:]}{ran.stderr[-8000:]}")
 
 
 def source_date() -> int:

@@ -24,6 +24,7 @@ COPIED = {
     "site/contributing": ROOT / "CONTRIBUTING.md",
     "site/kernels": ROOT / "csrc" / "README.md",
     "site/changelog": ROOT / "CHANGELOG.md",
+    "site/security": ROOT / "SECURITY.md",
 }
 """Pages that stand in for files outside of this folder."""
 PAGE_OF = {path: DOCS / f"{name}.md" for name, path in COPIED.items()}
