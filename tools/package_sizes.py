@@ -25,7 +25,7 @@ MAX_LINES: Mapping[str, int] = {
     "engine": 7_400,  # checks and costs of images
     "frontend": 4_290,  # images of prompts
     "kv": 2_510,
-    "loading": 3_220,  # memory of images
+    "loading": 3_450,  # memory of images; what doctor finds of a machine
     "media": 1_350,
     "models": 5_640,
     "scheduler": 4_310,

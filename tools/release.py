@@ -145,6 +145,7 @@ def commit_version(root: Path, version: str) -> None:
     (root / CHANGELOG).write_text(cut.changelog, encoding="utf-8")
     (root / DETAILS).mkdir(exist_ok=True)
     (root / DETAILS / f"{version}.md").write_text(cut.details, encoding="utf-8")
+    replace_once(root / DETAILS / "index.md", r":maxdepth: 1\n\n", f":maxdepth: 1\n\n{version}\n")
     replace_once(root / INIT, r'__version__ = "[^"]+"', f'__version__ = "{version}"')
     replace_once(root / CITATION, r"(?m)^version: .*$", f"version: {version}")
     replace_once(root / CITATION, r"(?m)^date-released: .*$", f"date-released: {day}")

@@ -92,7 +92,7 @@ TILES = {"proc/cpuinfo": SOUND["proc/cpuinfo"].replace("avx512dq", "avx512dq amx
             {"files": {"proc/driver/nvidia/version": "NVRM: NVIDIA UNIX Kernel Module  580.1  x"}},
             "warning",
             "NVIDIA driver, and JAX sees no GPU",
-            "cadenza[cuda]",
+            "jax[cuda13]",
         ),
         ({"device": {"error": "no plug-in"}}, "problem", "no plug-in", "JAX_PLATFORMS=cpu"),
     ],

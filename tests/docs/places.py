@@ -132,6 +132,7 @@ PLACES: Mapping[str, Place] = {
     'cadenza run bundled "What is 12 + 30?"': Run(prints="42"),
     "cadenza chat": Run(stdin="Tell me a story about a fox.\n/bye\n", prints="fox"),
     "cadenza info": Run(prints="exactness"),
+    "cadenza doctor": Run(prints="is_bitwise_equal"),
     "cadenza verify": Run(prints="REFERENCE-EXACT PASS bitwise"),
     f"{BENCH} --quick --shape smollm2-135m": Parsed(MINUTES),
     # docs/apis.md
@@ -292,6 +293,8 @@ PLACES: Mapping[str, Place] = {
     "cadenza verify --backend mlx": Run(prints="PASS", needs="mlx_lm"),
     # docs/iree.md
     "pip install '.[iree]'": Parsed(NETWORK),
+    # docs/upgrading.md
+    "pip install PATH/TO/cadenza-….whl": Parsed(NETWORK),
     "cadenza verify --backend iree --max-num-seqs 4": Run(prints="PASS", needs="iree"),
     "pip install '.[iree-export]'": Parsed(NETWORK),
     "cadenza export Qwen/Qwen3-0.6B compiled --max-num-seqs 4,8 --max-model-len 2048": Parsed(

@@ -242,7 +242,7 @@ def _device_findings(device: Mapping[str, Any]) -> Iterator[Finding]:
         yield Finding(
             level="warning",
             what="there is an NVIDIA driver, and JAX sees no GPU",
-            advice="pip install 'cadenza[cuda]', and docs/gpu.md",
+            advice="install JAX's build for GPUs: pip install 'jax[cuda13]'; see docs/gpu.md",
         )
     if device.get("error"):
         yield Finding(
