@@ -7,7 +7,7 @@ import pytest
 
 from cadenza.errors import ConfigError
 from cadenza.frontend.text_frontend import TextFrontend
-from cadenza.server.access import ApiKeys, read_keys
+from cadenza.server.access import ApiKeys, is_open_to_others, read_keys
 from cadenza.server.openapi import EVERYWHERE, describe_api
 from cadenza.server.operations.pages import UI_PATHS
 from cadenza.server.routes import OPEN_PATHS, ROUTES, dialect_of
@@ -161,3 +161,23 @@ def test_the_description_has_every_route_and_status() -> None:
         is_json = route.answers.name in described["components"]["schemas"]
         assert is_json or route.answers.name in ("Metrics", "BatchEvents")
         assert bool(operation["security"]) == (route.policy == "key")
+
+
+@pytest.mark.parametrize(
+    ("keys", "host", "is_open"),
+    [
+        ((), "127.0.0.1", False),
+        ((), "127.9.0.1", False),
+        ((), "localhost", False),
+        ((), "::1", False),
+        ((), "0.0.0.0", True),
+        ((), "::", True),
+        ((), "192.168.1.2", True),
+        ((), "my-server", True),
+        (("long-enough",), "0.0.0.0", False),
+    ],
+)
+def test_a_start_without_a_key_at_another_address_is_told(
+    keys: tuple[str, ...], host: str, is_open: bool
+) -> None:
+    assert is_open_to_others(ApiKeys(keys), host) == is_open

@@ -101,6 +101,7 @@ def _serve_with(
     lines: "LogQueue",
 ) -> None:
     from cadenza.cli.interrupts import terminable
+    from cadenza.server.access import is_open_to_others
     from cadenza.server.lifecycle.handover import find_predecessor, opened, taken_over
 
     options, address, config = (
@@ -116,6 +117,12 @@ def _serve_with(
     )
     service = make_service(words, flags, config, options, local_places(flags, config, first))
     logger.debug("resolved configuration: %s %s", config, without_keys(flags))
+    if flags.uds is None and is_open_to_others(options.keys, flags.host):
+        logger.warning(
+            "no API key: whoever reaches %s may use this server; --api-key-file or "
+            "CADENZA_API_KEY closes it",
+            flags.host,
+        )
     if flags.ignore_unknown_fields:
         logger.warning("--ignore-unknown-fields: fields with misspelt names have no effect")
     loading = f"loading {service.models.first.name} with cadenza {__version__}"

@@ -166,8 +166,7 @@ class Hosts:
     def of_loopback(host: str, names: Iterable[str]) -> "Hosts":
         """Only where `host` is a loopback address are names restricted, to this machine's and
         `names`."""
-        is_loopback = host.lower() == "localhost" or _is_loopback(host)
-        return Hosts((host, socket.gethostname(), *names)) if is_loopback else Hosts()
+        return Hosts((host, socket.gethostname(), *names)) if is_loopback(host) else Hosts()
 
     def check(self, headers: RawHeaders) -> None:
         """Raises ApiError (400)."""
@@ -184,8 +183,14 @@ class Hosts:
         return is_reserved or name in self._names or _is_address(name.strip("[]"))
 
 
-def _is_loopback(host: str) -> bool:
-    return _is_address(host) and ip_address(host).is_loopback
+def is_open_to_others(keys: ApiKeys, host: str) -> bool:
+    """Whether other machines may reach a server at `host`, and need no key."""
+    return keys.is_open and not is_loopback(host)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a server that listens at `host`."""
+    return host.lower() == "localhost" or (_is_address(host) and ip_address(host).is_loopback)
 
 
 def _is_address(text: str) -> bool:
