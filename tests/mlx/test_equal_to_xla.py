@@ -43,7 +43,7 @@ def test_choices_from_equal_logits_are_equal():
 
     from cadenza.backends.mlx.arrays import mlx_arrays
     from cadenza.backends.token_choice import TokenChoice, read_result
-    from cadenza.backends.xla.ops.rules import CHOICE
+    from cadenza.backends.xla.ops.reference import CHOICE
 
     rng = np.random.default_rng(0)
     rows = random_rows(rng)

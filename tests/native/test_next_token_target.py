@@ -18,7 +18,7 @@ from cadenza.backends.token_choice import (
     NUM_COLUMNS,
     NUM_TOP,
 )
-from cadenza.backends.xla.ops.rules import CHOICE
+from cadenza.backends.xla.ops.reference import CHOICE
 from cadenza.batch.step_schema import LogitInputs, specs_of
 from tests.contract.steps import logit_rows
 

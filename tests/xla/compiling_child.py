@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from cadenza.backends.xla.compiled_programs import enable_compilation_cache
+from cadenza.backends.xla.programs import enable_compilation_cache
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")

@@ -28,8 +28,7 @@ from cadenza.backends.token_choice import (
     NUM_TOP,
 )
 from cadenza.backends.xla.ops.native import NativeOps
-from cadenza.backends.xla.ops.reference import OpTable
-from cadenza.backends.xla.ops.rules import CHOICE
+from cadenza.backends.xla.ops.reference import CHOICE, OpTable
 from cadenza.backends.xla.ops.table import (
     AttendingLayer,
     DecoderSpec,

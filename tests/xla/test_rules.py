@@ -22,8 +22,7 @@ from cadenza.backends.token_choice import (
     STATE_NOT_FINITE,
 )
 from cadenza.backends.xla.ops.native_library import has_native_library
-from cadenza.backends.xla.ops.reference import OpTable
-from cadenza.backends.xla.ops.rules import apply_rules
+from cadenza.backends.xla.ops.reference import OpTable, apply_rules
 from cadenza.backends.xla.ops.table import DecoderSpec, StepArrays
 from cadenza.checkpoint.random_checkpoint import named_shape
 from cadenza.request import Request, SamplingParams

@@ -23,7 +23,7 @@ from cadenza.backends.token_choice import (
     COLUMN_TOP,
     NUM_TOP,
 )
-from cadenza.backends.xla.ops.rules import CHOICE as device
+from cadenza.backends.xla.ops.reference import CHOICE as device
 from cadenza.batch.draw_keys import draw_keys
 from cadenza.batch.step_schema import LogitInputs
 from cadenza.request import SamplingParams

@@ -1,6 +1,6 @@
 """`RuleLayout`: a row's token rules (penalties, biases, bans, allowed tokens) as int32 words, sent
 when a sequence gets a row, masks with each token. Invariant: a record depends on its own sequence
-alone. V vocabulary · W words of a record, as read by `ops.rules` and `csrc/core/rules.h`."""
+alone. V vocabulary · W words of a record, as read by `token_choice` and `csrc/core/rules.h`."""
 
 from dataclasses import dataclass
 

@@ -18,9 +18,8 @@ from cadenza.backends.base import Capability, RunnerSetup
 from cadenza.backends.mlx.arrays import mlx_arrays, to_device
 from cadenza.backends.mlx.device import MlxDevice, find_mlx_device, limit_memory
 from cadenza.backends.mlx.probe import find_abilities
-from cadenza.backends.mlx.slot_model import CHUNK, Abilities, SlotModel
+from cadenza.backends.mlx.slot_model import CHUNK, Abilities, DecodedToken, SlotModel, StepSplit
 from cadenza.backends.mlx.slots import SlotSizes
-from cadenza.backends.mlx.step_split import DecodedToken, StepSplit
 from cadenza.backends.mlx.zoo import load_zoo_model, set_dtype
 from cadenza.backends.runner_thread import RunnerThread
 from cadenza.backends.token_choice import (

@@ -8,8 +8,7 @@ Modules:
 - `runner`: the runner
 - `device_state`: what stays on the device between steps, and functions that change and copy it
 - `step_program`: a step, from the uploaded buffer to the tokens
-- `programs`: the compiled programs
-- `compiled_programs`: JAX's cache of them on disk, and what is said where it cannot be used
+- `programs`: the compiled programs, and JAX's cache of them on disk
 - `export`: a step as StableHLO, for other compilers
 - `span_passes`: spans that attend both ways, a layer and some rows at a time
 - `kernel_proof`: compares the bits of a table's kernels on the device, when a model is loaded

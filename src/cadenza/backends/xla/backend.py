@@ -82,7 +82,7 @@ class XlaBackend(Backend):
         return f"CADENZA_CPU_ISA={arithmetic}" if arithmetic in isas else None
 
     def load_runner(self, checkpoint: Checkpoint, setup: RunnerSetup) -> Runner:
-        from cadenza.backends.xla.compiled_programs import enable_compilation_cache
+        from cadenza.backends.xla.programs import enable_compilation_cache
         from cadenza.backends.xla.runner import XlaRunner
 
         if setup.cache_folder is not None:

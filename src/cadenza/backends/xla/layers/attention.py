@@ -8,7 +8,6 @@ import numpy as np
 
 from cadenza.backends.xla.layers.residual import StepContext
 from cadenza.backends.xla.layers.weight_source import WeightSource, rows_of
-from cadenza.backends.xla.ops.prompt_scores import ScoringLayer
 from cadenza.backends.xla.ops.table import (
     AttendingLayer,
     HeadFactors,
@@ -18,6 +17,7 @@ from cadenza.backends.xla.ops.table import (
     LatentLayer,
     LayerPools,
     Linear,
+    ScoringLayer,
 )
 from cadenza.models.layer_kind import LATENT_NORM_EPS
 from cadenza.models.model_config import scoring_layers

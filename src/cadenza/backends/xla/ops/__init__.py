@@ -7,8 +7,6 @@ Modules:
   in plain jnp, of decoders and of image towers
 - `quantised`: products with quantised weights, in jnp
 - `head_math`, `in_range`: norms and rotations; writes of rows in which every index is in range
-- `prompt_scores`: the scores of prompts' keys, in jnp
-- `rules`: token rules and the choice of tokens, in JAX
 - `split`: the operations for devices that share a model
 - `program_ops`, `program_mixers`, `program_encoder`, `native_program`: operations recorded as one
   call into a library of kernels

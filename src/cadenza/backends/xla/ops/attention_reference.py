@@ -2,6 +2,7 @@
 layers, Hkv, D], in int8 with scales [slots, layers, Hkv]. Legend as in `ops.table`; B positions per
 block, G query heads per KV head."""
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +12,6 @@ import numpy as np
 from cadenza.backends.xla.ops.encoder_reference import EncoderOps
 from cadenza.backends.xla.ops.head_math import latent_heads, norm_heads, rms_norm, rotate, soft_cap
 from cadenza.backends.xla.ops.in_range import set_rows
-from cadenza.backends.xla.ops.prompt_scores import RowQueries, ScoringLayer, add_scores, normalised
 from cadenza.backends.xla.ops.quantised import quantise_groups, scale_groups
 from cadenza.backends.xla.ops.table import (
     AttendingLayer,
@@ -21,9 +21,11 @@ from cadenza.backends.xla.ops.table import (
     LatentFactors,
     LatentInputs,
     LatentLayer,
+    ScoringLayer,
     StepArrays,
 )
 from cadenza.models.layer_kind import HeadShape
+from cadenza.sparse_prefill import POOL
 from cadenza.weights.quantised_weight import MOST_CODE
 
 SUB_BLOCK = 16  # tokens whose weights have one scale; sub-blocks start at multiples of it
@@ -32,6 +34,58 @@ MOST_WEIGHT_CODE = 254
 BLOCK = 128  # KV positions per softmax block; blocks start at multiples of it
 LayerSlots = tuple[jax.Array, int]  # KV slots of any shape, and a layer index
 _HIGHEST = jax.lax.Precision.HIGHEST
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowQueries:
+    """The query of each row [R]: its position, and the keys that it scores, 0 if it scores none."""
+
+    positions: jax.Array
+    lengths: jax.Array
+
+
+def normalised(logits: jax.Array, is_key: jax.Array) -> jax.Array:
+    """The softmax of logits [R, Hkv, G, N] over the keys [R, N] of each row; 0 elsewhere."""
+    mask = is_key[:, None, None, :]
+    logits = jnp.where(mask, logits, -jnp.inf)
+    weights = jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True))
+    weights = jnp.where(mask, weights, 0.0)
+    return weights / jnp.sum(weights, axis=-1, keepdims=True)
+
+
+def add_scores(
+    scores: jax.Array, weights: jax.Array, rows: RowQueries, layer: ScoringLayer
+) -> jax.Array:
+    """`scores` [2, R, N] with those of a layer's weights [R, Hkv, G, N]: the largest of a step's
+    heads and layers so far, before the division by `POOL`, and the sum over the row's queries so
+    far. A row's scores depend on its own weights alone, and NaN stays. Rows that score none keep
+    theirs; a query at the last of its keys begins the sum."""
+    bits = jnp.max(_bits(_pooled(weights)), axis=(1, 2))  # [R, N]
+    if not layer.is_first:
+        bits = jnp.maximum(_bits(scores[0]), bits)
+    largest = jax.lax.bitcast_convert_type(bits, jnp.float32)
+    sums = scores[1]
+    if layer.is_last:
+        found = largest / np.float32(POOL)
+        begins = rows.positions == rows.lengths - 1
+        sums = jnp.where(begins[:, None], found, sums + found)
+    does = (rows.lengths > 0)[None, :, None]
+    return jnp.where(does, jnp.stack([largest, sums]), scores)
+
+
+def _bits(numbers: jax.Array) -> jax.Array:
+    # NaN is the largest of the bits: XLA's own maximum over an axis of a CPU may leave it out.
+    return jax.lax.bitcast_convert_type(numbers, jnp.uint32)
+
+
+def _pooled(weights: jax.Array) -> jax.Array:
+    # In ascending order.
+    half, length = POOL // 2, weights.shape[-1]
+    padded = jnp.pad(weights, [(0, 0)] * (weights.ndim - 1) + [(half, half)])
+    total = padded[..., :length]
+    for start in range(1, POOL):
+        total = total + padded[..., start : start + length]
+    return total
 
 
 class CodedHeads(NamedTuple):
@@ -182,7 +236,7 @@ class AttentionOps(EncoderOps):
         step: StepArrays,
         layer: ScoringLayer,
     ) -> jax.Array:
-        """Adds the layer's scores to `pools` (`ops.prompt_scores`), in place, of keys that the step
+        """Adds the layer's scores to `pools` (`add_scores`), in place, of keys that the step
         appended; sinks take no part."""
         pool, scores = pools
         starts, ends = step.rows.query_starts[:-1], step.rows.query_starts[1:]

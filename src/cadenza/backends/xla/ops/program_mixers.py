@@ -7,7 +7,6 @@ import numpy as np
 
 from cadenza.backends.xla.ops.native_program import array_of, like
 from cadenza.backends.xla.ops.program_encoder import ProgramEncoderOps
-from cadenza.backends.xla.ops.prompt_scores import ScoringLayer
 from cadenza.backends.xla.ops.table import (
     AttendingLayer,
     ConvWeights,
@@ -22,6 +21,7 @@ from cadenza.backends.xla.ops.table import (
     RecurrentLayer,
     ScanInputs,
     ScanWeights,
+    ScoringLayer,
     StatePool,
     StepArrays,
     StepStates,

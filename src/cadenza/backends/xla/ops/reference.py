@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
+from cadenza.backends.token_choice import Arrays, TokenChoice, TokenRules
 from cadenza.backends.xla.ops.attention_reference import AttentionOps, filled_heads
 from cadenza.backends.xla.ops.experts import (
     Gate,
@@ -40,8 +41,9 @@ from cadenza.backends.xla.ops.quantised import (
     stack_float8,
 )
 from cadenza.backends.xla.ops.recurrent import RecurrentOps
-from cadenza.backends.xla.ops.rules import CHOICE, apply_rules
 from cadenza.backends.xla.ops.table import ExpertChoice, KVPool, Linear, ScaledNorm, StepArrays
+from cadenza.batch.step_schema import NO_RULES
+from cadenza.batch.token_rules import NONE
 from cadenza.errors import ConfigError
 from cadenza.models.layer_kind import KVGroup
 from cadenza.models.model_config import Activation
@@ -50,13 +52,71 @@ from cadenza.weights.weight_format import FLOAT8, WeightFormat, joined
 
 MAX_TOKENS = 64
 _HIGHEST = jax.lax.Precision.HIGHEST
-
 _GATES: dict[Activation, Gate] = {
     "silu": silu_gate,
     "gelu_tanh": lambda gate, up: jax.nn.gelu(gate, approximate=True) * up,
     "gelu": lambda gate, up: jax.nn.gelu(gate, approximate=False) * up,
     "clamped_swiglu": clamped_swiglu,
 }
+
+
+def _rows_of(shape: tuple[int, int]) -> jax.Array:
+    return jnp.arange(shape[0])[:, None]
+
+
+def _with_spare(shape: tuple[int, int], dtype: Any) -> jax.Array:
+    return jnp.zeros((shape[0], shape[1] + 1), dtype)
+
+
+def _spread(shape: tuple[int, int], dtype: Any, ids: jax.Array, values: Any) -> jax.Array:
+    return _with_spare(shape, dtype).at[_rows_of(shape), ids].set(values)[:, :-1]
+
+
+def _spread_sum(shape: tuple[int, int], dtype: Any, ids: jax.Array, values: Any) -> jax.Array:
+    return _with_spare(shape, dtype).at[_rows_of(shape), ids].add(values)[:, :-1]
+
+
+JAX = Arrays(
+    xp=jnp,
+    on_device=lambda values: values,
+    either=jax.lax.cond,
+    repeat=lambda count, body, state: jax.lax.fori_loop(0, count, body, state),
+    repeat_while=jax.lax.while_loop,
+    set_at=lambda array, indices, values: array.at[indices].set(values),
+    spread=_spread,
+    spread_sum=_spread_sum,
+)
+CHOICE = TokenChoice(JAX)
+RULES = TokenRules(JAX)
+
+
+def apply_rules(logits: jax.Array, step: StepArrays, page_size: int) -> jax.Array:
+    """Applies each row's rules to logits [L, V]; rows without are bitwise unchanged. A row's
+    context is in the token history on the device, one token per KV slot, read through the page
+    table."""
+    if step.rules is None:
+        return logits
+
+    def ruled() -> jax.Array:
+        assert step.rules is not None
+        records = step.rules.records[step.logits.rule_record]  # [L, W]
+        lengths = step.logits.positions  # [L], tokens before the one to choose
+        context = _contexts(step, lengths, page_size)  # [L, N]
+        changed = RULES.apply(logits, records, context, lengths)
+        return jnp.where(has_rules[:, None], changed, logits)
+
+    has_rules = step.logits.rule_record != NO_RULES
+    return jax.lax.cond(jnp.any(has_rules), ruled, lambda: logits)
+
+
+def _contexts(step: StepArrays, lengths: jax.Array, page_size: int) -> jax.Array:
+    assert step.rules is not None
+    tables = step.page_table[step.logits.rows]  # [L, P]
+    positions = jnp.arange(tables.shape[1] * page_size)  # [N]
+    is_inside = positions < lengths[:, None]
+    pages = jnp.where(is_inside, tables[:, positions // page_size], 0)
+    tokens = step.rules.history[pages * page_size + positions % page_size]
+    return jnp.where(is_inside, tokens, NONE)
 
 
 class OpTable(AttentionOps, RecurrentOps):

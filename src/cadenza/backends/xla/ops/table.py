@@ -223,7 +223,7 @@ class LayerPools(NamedTuple):
 
     kv: tuple[KVPool, ...]
     states: StatePool | None = None
-    scores: Any | None = None  # float32 [2, R, positions]: `ops.prompt_scores`
+    scores: Any | None = None  # float32 [2, R, positions]: `add_scores`
 
     def with_kv(self, group: int, pool: KVPool) -> "LayerPools":
         return self._replace(kv=(*self.kv[:group], pool, *self.kv[group + 1 :]))
@@ -347,3 +347,14 @@ class ImageRows(NamedTuple):
 
     rows: jax.Array  # [S, parts E], activations
     slots: jax.Array  # [T], int32: negative for a token of text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoringLayer:
+    """A layer that scores prompts: its index in the KV pool of its group, its heads, and whether it
+    is the first or the last one of a step that does."""
+
+    index: int
+    heads: HeadShape
+    is_first: bool
+    is_last: bool
