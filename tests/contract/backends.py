@@ -104,8 +104,7 @@ LIMITS_OF = {"fake": LIMITS, "xla": LIMITS, "mlx": DENSE_LIMITS, "iree": COMPILE
 COMPILING_BACKENDS = ("xla", "iree")  # those that must be warmed up before the first launch
 
 needs_mlx = pytest.mark.skipif(
-    not all(map(find_spec, ("mlx", "mlx_lm"))),
-    reason="MLX is not installed: pip install '.[mlx]'",
+    not all(map(find_spec, ("mlx", "mlx_lm"))), reason="MLX is not installed: pip install '.[mlx]'"
 )
 needs_iree = pytest.mark.skipif(
     find_spec("iree") is None or find_spec("iree.runtime") is None,

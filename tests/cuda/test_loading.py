@@ -54,9 +54,7 @@ def test_fused_linears_with_biases_have_the_bits_of_the_cpu(
     assert found.tobytes() == expected.tobytes()
 
 
-def test_parts_of_several_formats_have_the_bits_of_the_cpu(
-    both: Both,
-) -> None:
+def test_parts_of_several_formats_have_the_bits_of_the_cpu(both: Both) -> None:
     random = np.random.default_rng(1)
     x = normal(5, TOKENS, 70)
     formats = (INT8, code_format(4, "float32", "offset"), code_format(8, "float32", None, 16))

@@ -55,11 +55,7 @@ def provide(out: Path, library: Path, environment: Mapping[str, str]) -> dict[st
 
 
 def provide_faults(
-    out: Path,
-    library: Path,
-    targets: Sequence[str],
-    environment: Mapping[str, str],
-    limit_s: float,
+    out: Path, library: Path, targets: Sequence[str], environment: Mapping[str, str], limit_s: float
 ) -> str:
     """As `provide`, of the library with faults at `library`; says what became of it. Only the
     checks with faults need it, so nothing ends without one."""

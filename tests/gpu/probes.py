@@ -189,11 +189,7 @@ def probe_served(
     return {"clients": list(clients), "tok_s": rates, "ready_s": round(ready_s, 1), "void": void}
 
 
-PROBES = {
-    "attention": probe_attention,
-    "host": probe_host,
-    "served": probe_served,
-}
+PROBES = {"attention": probe_attention, "host": probe_host, "served": probe_served}
 
 if __name__ == "__main__":
     print(json.dumps(PROBES[sys.argv[1]]()))

@@ -48,10 +48,7 @@ def chain(x: np.ndarray, w: np.ndarray) -> np.ndarray:
 
 def operands() -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(5)
-    return (
-        rng.standard_normal((8, 576), np.float32),
-        rng.standard_normal((96, 576), np.float32),
-    )
+    return (rng.standard_normal((8, 576), np.float32), rng.standard_normal((96, 576), np.float32))
 
 
 @pytest.mark.parametrize("driver", ["local-sync", "local-task"])

@@ -68,11 +68,7 @@ def test_choices_from_equal_logits_are_equal():
 RULES: dict[str, dict[str, Any]] = {
     "plain": {},
     "drawn": {"temperature": 0.9, "top_k": 20, "top_p": 0.9, "seed": 11},
-    "penalties": {
-        "presence_penalty": 0.7,
-        "frequency_penalty": 0.4,
-        "repetition_penalty": 1.3,
-    },
+    "penalties": {"presence_penalty": 0.7, "frequency_penalty": 0.4, "repetition_penalty": 1.3},
     "bias": {"logit_bias": {14: 4.0, 15: -100.0}, "temperature": 0.7, "seed": 2},
     "allowed": {"allowed_token_ids": tuple(range(20, 400))},
     "stop late": {"min_tokens": 6, "stop_token_ids": (13, 14, 15, 16, 300), "ignore_eos": False},

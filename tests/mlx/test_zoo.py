@@ -134,14 +134,8 @@ FULL = {"rope_type": "proportional", "rope_theta": 1e6}
     [
         ({"model_type": "llama"}, {}),
         ({"model_type": "llama", "rope_theta": 7.0, "rope_scaling": {"type": "linear"}}, {}),
-        (
-            {"model_type": "llama", "rope_parameters": {"rope_theta": 5e5}},
-            {"rope_theta": 5e5},
-        ),
-        (
-            {"model_type": "llama", "rope_theta": 7.0, "rope_parameters": {"rope_theta": 5e5}},
-            {},
-        ),
+        ({"model_type": "llama", "rope_parameters": {"rope_theta": 5e5}}, {"rope_theta": 5e5}),
+        ({"model_type": "llama", "rope_theta": 7.0, "rope_parameters": {"rope_theta": 5e5}}, {}),
         (
             {"model_type": "gpt_oss", "rope_parameters": YARN},
             {"rope_theta": 5e5, "rope_scaling": {"type": "yarn", **YARN}},

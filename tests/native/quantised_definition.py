@@ -44,10 +44,7 @@ from tests.checkpoint.gguf_random import TYPES, any_blocks
 
 Float32Array = npt.NDArray[np.float32]
 
-ROWS = {
-    "few": (1, 2, 3, 5, 6, 7, 17, 40, 65),
-    "all": (*range(1, 41), 63, 64, 65, 255, 256, 257),
-}
+ROWS = {"few": (1, 2, 3, 5, 6, 7, 17, 40, 65), "all": (*range(1, 41), 63, 64, 65, 255, 256, 257)}
 # Columns and reductions, most with incomplete panels and groups; the last has two spans.
 SHAPES = ((70, 96), (33, 31), (64, 32), (100, 57), (17, 130), (5, 2100))
 
@@ -164,9 +161,7 @@ def random_weight(
 
 
 def pack(
-    targets: WeightFormat | Sequence[WeightFormat],
-    *parts: FloatsOrCodes,
-    is_gated: bool = False,
+    targets: WeightFormat | Sequence[WeightFormat], *parts: FloatsOrCodes, is_gated: bool = False
 ) -> npt.NDArray[Any]:
     each = [targets] * len(parts) if isinstance(targets, WeightFormat) else targets
     columns = [len(parts[0])] if is_gated else [len(part) for part in parts]
@@ -232,9 +227,7 @@ def random_blocks(
     if name == "MXFP4":
         stored[:, 0] = 120 + stored[:, 0] % 8  # scales that do not exceed float32 in a sum
     return BlockWeight(
-        encoding=ENCODINGS[name],
-        stored=stored.reshape(rows, -1),
-        num_paired_heads=num_paired_heads,
+        encoding=ENCODINGS[name], stored=stored.reshape(rows, -1), num_paired_heads=num_paired_heads
     )
 
 

@@ -36,8 +36,7 @@ def test_another_order_of_the_blocks_is_seen(random: np.random.Generator):
     x = random.normal(size=(5, 384)).astype(np.float32)
     turned = np.concatenate([np.arange(256, 384), np.arange(128, 256), np.arange(128)])
     backwards = Float8Weight(
-        np.ascontiguousarray(weight.codes[:, turned]),
-        np.ascontiguousarray(weight.scales[:, ::-1]),
+        np.ascontiguousarray(weight.codes[:, turned]), np.ascontiguousarray(weight.scales[:, ::-1])
     )
     found = np.asarray(linear(x[:, turned], pack(backwards), np.int32(5), columns=33))
     assert found.tobytes() != product(x, weight).tobytes()

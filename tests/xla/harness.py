@@ -104,10 +104,7 @@ class Variant:
     @property
     def setup(self) -> RunnerSetup:
         return RunnerSetup(
-            limits=self.limits,
-            dtype=self.dtype,
-            kv_cache_dtype=self.kv_cache_dtype,
-            fill=self.fill,
+            limits=self.limits, dtype=self.dtype, kv_cache_dtype=self.kv_cache_dtype, fill=self.fill
         )
 
 

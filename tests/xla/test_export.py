@@ -82,10 +82,7 @@ def test_the_step_program_is_static_and_calls_nothing_outside(lab: Lab, name: st
 def test_a_library_call_in_the_step_program_is_seen(lab: Lab):
     runner = lab.runner(REFERENCE)
     spoilt = XlaRunner(
-        REFERENCE.config,
-        lab.weights(REFERENCE.shape),
-        REFERENCE.setup,
-        CustomCallOps,
+        REFERENCE.config, lab.weights(REFERENCE.shape), REFERENCE.setup, CustomCallOps
     )
     spoilt._state = runner._state
     assert "custom_call" in forbidden_words(export_step(spoilt, REFERENCE).mlir_module())

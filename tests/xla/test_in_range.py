@@ -26,12 +26,7 @@ from tests.contract.steps import Geometry, Stream, build_inputs
 from tests.xla.harness import Lab, Variant
 
 SMALL = Variant(
-    shape="one layer of hostile",
-    ops=OpTable,
-    bucket=32,
-    num_rows=4,
-    max_model_len=48,
-    num_pages=9,
+    shape="one layer of hostile", ops=OpTable, bucket=32, num_rows=4, max_model_len=48, num_pages=9
 )
 NUM_STATES, RULED = 6, 3
 VARIANTS = {

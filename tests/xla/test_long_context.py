@@ -21,13 +21,7 @@ pytestmark = pytest.mark.native
 
 LENGTHS = (600, 1100, 2100, 3, 17, 40, 9, 25)  # of the prompts; there are as many rows
 NUM_OUTPUT_TOKENS = 40
-FULL = Variant(
-    ops=NativeOps,
-    num_rows=len(LENGTHS),
-    bucket=256,
-    max_model_len=2144,
-    num_pages=400,
-)
+FULL = Variant(ops=NativeOps, num_rows=len(LENGTHS), bucket=256, max_model_len=2144, num_pages=400)
 VARIANTS = {
     "full": FULL,
     "full, bfloat16": replace(FULL, dtype="bfloat16"),

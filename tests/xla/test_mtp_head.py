@@ -101,7 +101,7 @@ def make_pair(
     params=[
         pytest.param(NativeOps, id="native", marks=pytest.mark.native),
         pytest.param(OpTable, id="reference", marks=pytest.mark.soak),
-    ],
+    ]
 )
 def pair(warm_pair: WarmPair, request: Any) -> Pair:
     """Engines refuse the method over the reference table, which takes long to compile."""

@@ -129,10 +129,7 @@ def make_pair(
     model: ModelConfig, dtype: str, page_size: int = 16, kv_cache_dtype: KVCacheDType = "auto"
 ) -> Pair:
     spec = DecoderSpec(
-        model=model,
-        dtype=jnp.dtype(dtype).type,
-        page_size=page_size,
-        kv_cache_dtype=kv_cache_dtype,
+        model=model, dtype=jnp.dtype(dtype).type, page_size=page_size, kv_cache_dtype=kv_cache_dtype
     )
     return Pair(spec=spec, native=NativeOps(spec), reference=OpTable(spec))
 

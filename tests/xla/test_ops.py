@@ -320,11 +320,7 @@ def check_pool(before: KVPool, after: KVPool, written: dict[int, np.ndarray], dt
 
 
 def test_next_tokens_multiplies_by_the_head_and_takes_the_best(dtype: str):
-    ops, x, head = (
-        make_ops(dtype),
-        normal(28, 4 + NUM_EXTRA_LOGIT_ROWS, 40),
-        normal(29, 211, 40),
-    )
+    ops, x, head = (make_ops(dtype), normal(28, 4 + NUM_EXTRA_LOGIT_ROWS, 40), normal(29, 211, 40))
     step = device_step(ModelInputs.empty(bucket=24, num_rows=4), np.zeros((4, 2), np.int32))
     result = ops.next_tokens(jnp.asarray(x, dtype), ops.load_linear([head], []), step)
     logits = rounded(x, dtype) @ rounded(head, dtype).T

@@ -59,9 +59,7 @@ def gemma3(model: ModelConfig) -> ModelConfig:
     vision = replace(
         vision,
         tower=replace(
-            tower,
-            projector=replace(tower.projector, side=1),
-            table=replace(tower.table, side=SIDE),
+            tower, projector=replace(tower.projector, side=1), table=replace(tower.table, side=SIDE)
         ),
         processor=replace(processor, merge_size=1, side=SIDE * processor.patch_size),
         max_part_tokens=SIDE**2,
