@@ -14,7 +14,7 @@ ROOT = "(modules)"  # the modules that are in no package
 
 MAX_LINES: Mapping[str, int] = {
     ROOT: 3_590,  # engines on many machines; images; sparse prefill; sampling declared once
-    "backends": 14_900,  # kernels for GPUs: their table, packing, proof, memory; image towers
+    "backends": 14_940,  # kernels for GPUs: their table, packing, proof, memory; image towers
     "batch": 2_340,
     "bench": 2_920,  # throughput, roofline, loads on servers
     LABORATORY.name: 4_920,  # modes of batching, two servers compared, the simulator, charts
