@@ -1,77 +1,48 @@
-"""How many drafts are made, by whom, and what they save: on the token-storing runner."""
+"""How many drafts are made, by whom, and what they save; what constraints are asked for them."""
 
+import random
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
 
 from cadenza.backends.fake import FakeRunner, FakeStepHandle
+from cadenza.batch.batch import Batch
+from cadenza.batch.sequence import Sequence
 from cadenza.batch.step_cost import StepCost
 from cadenza.batch.step_schema import ModelInputs
 from cadenza.drafting.drafts import (
-    FIRST_ACCEPTANCE,
-    PROBE_EVERY,
     Drafting,
-    SharedAcceptance,
-    drafting_of,
+    Lookahead,
 )
 from cadenza.engine.core import CoreOptions, EngineCore
 from cadenza.engine.model_drafter import LEAST_CATCH_UP, MAX_FAILURES, MORE_TOKENS, DraftModel
+from cadenza.engine.new_sequences import Compiling
 from cadenza.errors import InvalidRequestError
 from cadenza.request import Request, SamplingParams
-from cadenza.scheduler.draft_costs import DecodeCost
-from cadenza.scheduler.draft_plan import MIN_RATIO, DraftChance, plan_drafts
+from cadenza.scheduler.scheduler import Scheduler
+from cadenza.scheduler.step_budget import MAX_ROW_MASKS, MAX_STEP_MASKS
 from cadenza.speculative_config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
-from tests.engine.drafting import LIMITS, draft_model_of, fake_of
-from tests.engine.simulation import VOCAB_SIZE, ObservedRunner, Record, run_requests
+from cadenza.structured import Constraint, ConstraintSpec
+from tests.engine.drafting import LIMITS, AlwaysDrafts, Foresight, draft_model_of, fake_of
+from tests.engine.hashed_constraint import Compiled, HashedConstraint
+from tests.engine.simulation import (
+    VOCAB_SIZE,
+    ObservedRunner,
+    Parts,
+    Record,
+    make_engine,
+    run_requests,
+)
 from tests.engine.solo import solo_stream
 
-SERVED = SpeculativeConfig(method="ngram", num_speculative_tokens=4)
 CHEAP = StepCost(fixed_ms=0.1, token_ms=0.01, logit_ms=0.01, key_ms=0.0)
+
+
 DEAR = StepCost(fixed_ms=10.0, token_ms=0.01, logit_ms=0.01, key_ms=0.0)
-
-
-@pytest.mark.parametrize(
-    ("speculative", "prediction", "config", "most"),
-    [
-        (None, (), None, None),
-        (None, (), SERVED, 4),
-        (True, (), None, 5),
-        (True, (), SERVED, 4),
-        (False, (), SERVED, None),
-        (False, (1, 2), SERVED, None),
-        (2, (), None, 2),
-        (2, (), SERVED, 2),
-        (9, (), SERVED, 4),
-        (9, (), None, 9),
-        (None, (1, 2), None, MAX_SPECULATIVE_TOKENS),
-        (None, (1, 2), SERVED, 4),
-        (3, (1, 2), None, 3),
-    ],
-)
-def test_a_request_chooses_its_drafts(
-    speculative: bool | int | None,
-    prediction: tuple[int, ...],
-    config: SpeculativeConfig | None,
-    most: int | None,
-) -> None:
-    params = SamplingParams(speculative=speculative)
-    request = Request(prompt_token_ids=(1,), params=params, prediction=prediction)
-    drafting = drafting_of(request, config)
-    assert (None if drafting is None else drafting.most) == most
-    if drafting is not None:
-        assert drafting.is_asked == (speculative is not None or bool(prediction))
-        assert drafting.group == ("ngram", drafting.is_asked)
-
-
-def test_a_number_of_drafts_may_be_given_by_its_name() -> None:
-    named = SamplingParams(speculative={"num_speculative_tokens": 3})
-    assert named == SamplingParams(speculative=3)
-    for wrong in (0, 17, 1.5, "on", {"num_drafts": 3}, {"num_speculative_tokens": True}):
-        with pytest.raises(InvalidRequestError, match="num_speculative_tokens"):
-            SamplingParams(speculative=wrong)  # type: ignore[arg-type]
 
 
 def predicted(seed: int, *, error: int = 0, speculative: bool | None = None) -> Request:
@@ -333,78 +304,186 @@ def test_a_second_model_that_lacks_the_first_token_is_rejected() -> None:
     assert counts.num_draft_tokens > 20 > counts.num_accepted_tokens
 
 
-def chances(*acceptances: float, most: int = 5) -> list[DraftChance]:
-    return [DraftChance(acceptance=each, most=most, num_keys=10) for each in acceptances]
+@dataclass(eq=False)
+class Allowing:
+    """A constraint that allows everything, and what was asked of it."""
+
+    asked: list[str]
+    accepted: int = 0
+    ends_after: int = 1000
+    fails_after: int = 1000
+
+    @property
+    def is_complete(self) -> bool:
+        return self.accepted >= self.ends_after
+
+    @property
+    def has_failed(self) -> bool:
+        return self.accepted > self.fails_after
+
+    def accept(self, token_id: int) -> None:
+        self.asked.append(f"accept {token_id}")
+        self.accepted += 1
+
+    def allowed(self) -> bytes:
+        self.asked.append("allowed")
+        return bytes([0b0111_1111, self.accepted])
+
+    def forced(self) -> list[int]:
+        return []
+
+    def fork(self) -> "Allowing":
+        return Allowing([], self.accepted, self.ends_after, self.fails_after)
 
 
-def target_cost(num_rows: int) -> DecodeCost:
-    return DecodeCost.linear(5.0 + 0.2 * num_rows, 0.2)
+def test_looking_ahead_leaves_the_constraint_as_it_was_but_for_its_mask() -> None:
+    asked: list[str] = []
+    ahead = Lookahead(Allowing(asked))
+    assert ahead.take_all((1, 2, 3)) == 3
+    assert [mask[1] for mask in ahead.masks] == [0, 1, 2, 3]
+    assert asked == ["allowed"]
 
 
-QUARTER = StepCost(fixed_ms=1.2, token_ms=0.03, logit_ms=0.03, key_ms=0.0)
+@pytest.mark.parametrize(
+    ("constraint", "drafts", "count"),
+    [
+        (Allowing([]), (1, 7, 2), 1),
+        (Allowing([]), (1, -1), 1),
+        (Allowing([]), (16,), 0),
+        (Allowing([], ends_after=2), (1, 2, 3), 2),
+        (Allowing([], fails_after=1), (1, 2, 3), 1),
+        (Allowing([], accepted=2, fails_after=1), (1,), 0),
+    ],
+    ids=["a bit not set", "negative", "beyond the mask", "complete", "failing", "failed"],
+)
+def test_looking_ahead_stops_where_no_draft_may_follow(
+    constraint: Constraint, drafts: tuple[int, ...], count: int
+) -> None:
+    ahead = Lookahead(constraint)
+    assert ahead.take_all(drafts) == count
+    assert len(ahead.masks) == 1 + count
 
 
-def test_more_is_drafted_where_more_is_accepted() -> None:
-    counts = [
-        plan_drafts(chances(each), 1, target_cost(1), QUARTER).counts[0]
-        for each in (0.1, 0.5, 0.8, 0.95, 1.0)
+@dataclass(eq=False)
+class Listening(HashedConstraint):
+    """Notes what is asked of it; its forks note nothing."""
+
+    asked: list[str] = field(default_factory=list[str])
+
+    def accept(self, token_id: int) -> None:
+        self.asked.append(f"accept {token_id}")
+        HashedConstraint.accept(self, token_id)
+
+    def allowed(self) -> bytes:
+        self.asked.append("allowed")
+        return HashedConstraint.allowed(self)
+
+    def fork(self) -> HashedConstraint:
+        return HashedConstraint(self.grammar, [*self.accepted])
+
+
+def asked_of(request: Request, kind: type[Drafting] | None) -> list[str]:
+    """What the constraint of a request's only sequence is asked, in order."""
+    asked: list[str] = []
+
+    class Listened(Scheduler):
+        def add(self, sequence: Sequence) -> None:
+            assert isinstance(sequence.constraint, HashedConstraint)
+            sequence.constraint = Listening(sequence.constraint.grammar, asked=asked)
+            source = Foresight(sequence, random.Random(1), error=0.1)
+            sequence.drafting = None if kind is None else kind(source=source, most=5)
+            super().add(sequence)
+
+    engine = make_engine(LIMITS, parts=Parts(scheduler=Listened))
+    run_requests(engine, [request]).verify()
+    num_accepted = engine.draft_counts.num_accepted_tokens
+    assert num_accepted > 10 if kind is not None else num_accepted == 0
+    return asked
+
+
+def test_a_constraint_is_asked_the_same_with_drafts_as_without() -> None:
+    """A library that bounds the work of a stream so ends it at the same token."""
+    params = SamplingParams(max_tokens=80, ignore_eos=True, seed=5)
+    spec = ConstraintSpec(grammar="asked")
+    request = Request(prompt_token_ids=(1, 2, 3), params=params, constraint=spec)
+    asked = asked_of(request, None)
+    assert asked == asked_of(request, AlwaysDrafts)
+    assert asked.count("allowed") > 40
+
+
+def test_a_constraint_is_asked_the_same_where_another_engine_goes_on() -> None:
+    asked: list[str] = []
+    request = Request(prompt_token_ids=(1, 2), constraint=ConstraintSpec(grammar="asked"))
+    resumed = Sequence(
+        request_id=0,
+        request=request,
+        seed=0,
+        max_num_tokens=20,
+        stop_token_ids=frozenset(),
+        token_ids=[1, 2, 7, 8],
+    )
+    compiling = Compiling(lambda spec: Compiled(Listening(spec.grammar, asked=asked)))
+    compiling.add([resumed])
+    ((_, is_constrained),) = next(filter(None, iter(lambda: [*compiling.take()], None)))
+    assert is_constrained
+    assert asked == ["allowed", "accept 7", "allowed", "accept 8"]
+
+
+@dataclass(eq=False)
+class Counting(HashedConstraint):
+    """Notes each mask that is made for a draft."""
+
+    made: list[int] = field(default_factory=list[int])
+    is_fork: bool = False
+
+    def allowed(self) -> bytes:
+        if self.is_fork:
+            self.made.append(len(self.accepted))
+        return HashedConstraint.allowed(self)
+
+    def fork(self) -> HashedConstraint:
+        return Counting(self.grammar, [*self.accepted], made=self.made, is_fork=True)
+
+
+def masks_of_steps(num_requests: int, num_pages: int) -> list[tuple[int, int]]:
+    """Of each step of constrained sequences, which draft as much as they may: the masks that it
+    made for drafts, and its drafts."""
+    made: list[int] = []
+    found: list[tuple[int, int]] = []
+
+    class Counted(Scheduler):
+        def add(self, sequence: Sequence) -> None:
+            assert sequence.constraint is not None
+            sequence.constraint = Counting("b", made=made)
+            source = Foresight(sequence, random.Random(1), error=0.0)
+            sequence.drafting = AlwaysDrafts(source=source, most=MAX_SPECULATIVE_TOKENS)
+            super().add(sequence)
+
+        def schedule(self, now_s: float = 0.0) -> Batch | None:
+            made.clear()
+            batch = super().schedule(now_s)
+            if batch is not None:
+                found.append((len(made), sum(len(entry.drafts) for entry in batch.entries)))
+            return batch
+
+    limits = replace(LIMITS, max_num_batched_tokens=100, num_pages=num_pages)
+    engine = make_engine(limits, parts=Parts(scheduler=Counted))
+    params = SamplingParams(max_tokens=60, ignore_eos=True, seed=2)
+    spec = ConstraintSpec(grammar="b")
+    requests = [
+        Request(prompt_token_ids=(first, 2, 3), params=params, constraint=spec)
+        for first in range(num_requests)
     ]
-    assert counts == sorted(counts)
-    assert counts[0] == 0
-    assert counts[-1] == 5
+    run_requests(engine, requests).verify()
+    return found
 
 
-def test_a_plan_is_the_best_of_all_equal_numbers_of_drafts() -> None:
-    for acceptance in (0.3, 0.6, 0.8, 0.93):
-        for rows in (1, 2, 4, 8):
-            plan = plan_drafts(chances(*[acceptance] * rows), rows, target_cost(rows), QUARTER)
-            rates = [expected_rate(acceptance, rows, count) for count in range(6)]
-            best = max(rates)
-            if best < MIN_RATIO * rates[0]:
-                assert plan.counts == [0] * rows
-            else:
-                assert plan.rate == pytest.approx(best)
-                assert plan.counts == [rates.index(best)] * rows
-                assert plan.saved_ms == pytest.approx(1 / rates[0] - 1 / best)
+def test_the_masks_that_a_step_makes_for_drafts_are_bounded():
+    assert max(made for made, _ in masks_of_steps(1, 28)) == MAX_ROW_MASKS
+    assert MAX_ROW_MASKS < max(made for made, _ in masks_of_steps(4, 28)) <= MAX_STEP_MASKS
 
 
-def expected_rate(acceptance: float, rows: int, count: int) -> float:
-    tokens = rows * sum(acceptance**depth for depth in range(count + 1))
-    ms = 5.0 + rows * 0.2 + count * (rows * 0.2 + 1.2 + rows * 0.06)
-    return tokens / ms
-
-
-def test_a_sequence_that_accepts_little_does_not_draft_beside_one_that_accepts_much() -> None:
-    plan = plan_drafts(chances(0.95, 0.02), 2, target_cost(2), QUARTER)
-    assert plan.counts[0] > 1
-    assert plan.counts[1] == 0
-
-
-def test_sequences_start_from_what_others_have_met_and_some_do_not() -> None:
-    shared = SharedAcceptance()
-    for _ in range(1000):
-        shared.learn(is_accepted=False)
-    starts = [shared.start() for _ in range(2 * PROBE_EVERY)]
-    assert sum(start > 0.5 for start in starts) == 2
-    assert min(starts) < 0.01
-
-
-def test_a_request_that_asks_starts_from_what_those_that_ask_have_met() -> None:
-    shared = {False: SharedAcceptance(), True: SharedAcceptance()}
-    config = SpeculativeConfig(method="quantised")
-
-    def started(speculative: bool | None) -> Drafting:
-        params = SamplingParams(speculative=speculative)
-        found = drafting_of(Request(prompt_token_ids=(1,), params=params), config, shared)
-        assert found is not None
-        return found
-
-    silent = started(None)
-    for _ in range(1000):
-        silent.learn(2, 1, 0)
-    assert started(None).acceptance < 0.01
-    asking = started(True)
-    assert (asking.acceptance, asking.group) == (FIRST_ACCEPTANCE, ("model", True))
-    for _ in range(1000):
-        asking.learn(2, 1, 0)
-    assert started(True).acceptance < 0.01
+def test_no_mask_is_made_for_a_draft_that_has_no_page():
+    steps = masks_of_steps(4, 7)
+    assert sum(drafts for _, drafts in steps) > 100
+    assert all(made <= drafts for made, drafts in steps)

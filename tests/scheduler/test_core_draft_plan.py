@@ -1,4 +1,5 @@
-"""`DraftCosts`: what steps with and without drafts take, learned for each number of rows."""
+"""What steps with and without drafts take, learned for each number of rows, and how many drafts
+follow from that."""
 
 from dataclasses import replace
 
@@ -17,7 +18,7 @@ from cadenza.scheduler.draft_costs import (
     DecodeCost,
     DraftCosts,
 )
-from cadenza.scheduler.draft_plan import DraftChance, plan_drafts
+from cadenza.scheduler.draft_plan import MIN_RATIO, DraftChance, plan_drafts
 
 COST = StepCost(fixed_ms=10.0, token_ms=1.0, logit_ms=0.5, key_ms=0.01)
 
@@ -214,3 +215,31 @@ def test_few_drafts_among_many_rows_go_to_those_that_accept_most() -> None:
         DraftChance(acceptance=each, most=2, num_keys=0) for each in (0.5, 0.9, 0.1, 0.7, 0.3)
     ]
     assert plan_drafts(chances, 5, bent).counts == [0, 2, 0, 1, 0]
+
+
+def target_cost(num_rows: int) -> DecodeCost:
+    return DecodeCost.linear(5.0 + 0.2 * num_rows, 0.2)
+
+
+QUARTER = StepCost(fixed_ms=1.2, token_ms=0.03, logit_ms=0.03, key_ms=0.0)
+
+
+def expected_rate(acceptance: float, rows: int, count: int) -> float:
+    tokens = rows * sum(acceptance**depth for depth in range(count + 1))
+    ms = 5.0 + rows * 0.2 + count * (rows * 0.2 + 1.2 + rows * 0.06)
+    return tokens / ms
+
+
+def test_a_plan_is_the_best_of_all_equal_numbers_of_drafts() -> None:
+    for acceptance in (0.3, 0.6, 0.8, 0.93):
+        chance = DraftChance(acceptance=acceptance, most=5, num_keys=10)
+        for rows in (1, 2, 4, 8):
+            plan = plan_drafts([chance] * rows, rows, target_cost(rows), QUARTER)
+            rates = [expected_rate(acceptance, rows, count) for count in range(6)]
+            best = max(rates)
+            if best < MIN_RATIO * rates[0]:
+                assert plan.counts == [0] * rows
+            else:
+                assert plan.rate == pytest.approx(best)
+                assert plan.counts == [rates.index(best)] * rows
+                assert plan.saved_ms == pytest.approx(1 / rates[0] - 1 / best)

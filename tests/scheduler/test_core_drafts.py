@@ -1,4 +1,4 @@
-"""`PromptLookup` against a search of the whole list, and what it owes to `Drafting`."""
+"""`PromptLookup` against a search of the whole list; how the sequences of a request draft."""
 
 import random
 from itertools import pairwise
@@ -7,7 +7,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cadenza.drafting.drafts import FIRST_PAUSE, MAX_CANDIDATES, MAX_PAUSE, Drafting, PromptLookup
+from cadenza.drafting.drafts import (
+    FIRST_ACCEPTANCE,
+    FIRST_PAUSE,
+    MAX_CANDIDATES,
+    MAX_PAUSE,
+    PROBE_EVERY,
+    Drafting,
+    PromptLookup,
+    SharedAcceptance,
+    drafting_of,
+)
+from cadenza.errors import InvalidRequestError
+from cadenza.request import Request, SamplingParams
+from cadenza.speculative_config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
 
 Tokens = list[int]
 
@@ -133,3 +146,77 @@ def test_a_placeholder_is_never_proposed() -> None:
     tokens = [1, 2, 3, 9, 9, 9, 9, 4, 1, 2]
     assert PromptLookup(shortest=2, longest=3).propose(tokens, 4) == [3, 9, 9, 9]
     assert PromptLookup(shortest=2, longest=3, placeholder=9).propose(tokens, 4) == [3]
+
+
+SERVED = SpeculativeConfig(method="ngram", num_speculative_tokens=4)
+
+
+@pytest.mark.parametrize(
+    ("speculative", "prediction", "config", "most"),
+    [
+        (None, (), None, None),
+        (None, (), SERVED, 4),
+        (True, (), None, 5),
+        (True, (), SERVED, 4),
+        (False, (), SERVED, None),
+        (False, (1, 2), SERVED, None),
+        (2, (), None, 2),
+        (2, (), SERVED, 2),
+        (9, (), SERVED, 4),
+        (9, (), None, 9),
+        (None, (1, 2), None, MAX_SPECULATIVE_TOKENS),
+        (None, (1, 2), SERVED, 4),
+        (3, (1, 2), None, 3),
+    ],
+)
+def test_a_request_chooses_its_drafts(
+    speculative: bool | int | None,
+    prediction: tuple[int, ...],
+    config: SpeculativeConfig | None,
+    most: int | None,
+) -> None:
+    params = SamplingParams(speculative=speculative)
+    request = Request(prompt_token_ids=(1,), params=params, prediction=prediction)
+    drafting = drafting_of(request, config)
+    assert (None if drafting is None else drafting.most) == most
+    if drafting is not None:
+        assert drafting.is_asked == (speculative is not None or bool(prediction))
+        assert drafting.group == ("ngram", drafting.is_asked)
+
+
+def test_a_number_of_drafts_may_be_given_by_its_name() -> None:
+    named = SamplingParams(speculative={"num_speculative_tokens": 3})
+    assert named == SamplingParams(speculative=3)
+    for wrong in (0, 17, 1.5, "on", {"num_drafts": 3}, {"num_speculative_tokens": True}):
+        with pytest.raises(InvalidRequestError, match="num_speculative_tokens"):
+            SamplingParams(speculative=wrong)  # type: ignore[arg-type]
+
+
+def test_sequences_start_from_what_others_have_met_and_some_do_not() -> None:
+    shared = SharedAcceptance()
+    for _ in range(1000):
+        shared.learn(is_accepted=False)
+    starts = [shared.start() for _ in range(2 * PROBE_EVERY)]
+    assert sum(start > 0.5 for start in starts) == 2
+    assert min(starts) < 0.01
+
+
+def test_a_request_that_asks_starts_from_what_those_that_ask_have_met() -> None:
+    shared = {False: SharedAcceptance(), True: SharedAcceptance()}
+    config = SpeculativeConfig(method="quantised")
+
+    def started(speculative: bool | None) -> Drafting:
+        params = SamplingParams(speculative=speculative)
+        found = drafting_of(Request(prompt_token_ids=(1,), params=params), config, shared)
+        assert found is not None
+        return found
+
+    silent = started(None)
+    for _ in range(1000):
+        silent.learn(2, 1, 0)
+    assert started(None).acceptance < 0.01
+    asking = started(True)
+    assert (asking.acceptance, asking.group) == (FIRST_ACCEPTANCE, ("model", True))
+    for _ in range(1000):
+        asking.learn(2, 1, 0)
+    assert started(True).acceptance < 0.01
