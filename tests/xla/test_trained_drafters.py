@@ -31,7 +31,7 @@ from cadenza.speculative_config import SpeculativeConfig
 from tests.contract.steps import Stream, run_step
 from tests.xla.harness import NAN
 from tests.xla.test_drafters import play
-from tests.xla.test_mtp_head import GEOMETRY, LIMITS, compute_target, error_of, head_stream
+from tests.xla.test_mtp_layers import GEOMETRY, LIMITS, compute_target, error_of, head_stream
 from training.acceptance import Reached, acceptance_of, held_out_prompts
 from training.corpus.example import Split
 from training.corpus.mixture import make_example, open_source
