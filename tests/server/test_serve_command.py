@@ -234,23 +234,47 @@ def test_a_folder_is_served_by_its_last_part_and_nobody_is_told_where_it_lies(
         assert not [text for text in told if str(folder.parent) in text]
 
 
+COMMIT = "a" * 40
+
+
 @pytest.fixture(scope="module")
-def without_template(folder: Path) -> Iterator[ServeProcess]:
-    """A folder under another name, without the chat template that it has."""
-    flags = ("--served-model-name", "ours", "--no-chat-template")
-    with serve_process(folder, *flags, *ENGINE, CADENZA_IGNORE_UNKNOWN_FIELDS="1") as serving:
-        serving.wait_ready()
-        yield serving
+def hub(folder: Path) -> FakeHub:
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    return FakeHub(refs={"v1": COMMIT}, files={COMMIT: files})
 
 
-def test_a_folder_with_another_name_has_no_other(
-    without_template: ServeProcess, folder: Path
-) -> None:
+@pytest.fixture(scope="module")
+def without_template(
+    hub: FakeHub, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ServeProcess]:
+    """A revision of the hub's under another name, without the chat template that it has."""
+    flags = ("--served-model-name", "ours", "--no-chat-template", "--revision", "v1")
+    cache = str(tmp_path_factory.mktemp("hub"))
+    with hub_serving(hub) as endpoint:
+        variables = {"HF_ENDPOINT": endpoint, "HF_HUB_CACHE": cache, "HF_HUB_OFFLINE": "0"}
+        variables |= {"CADENZA_IGNORE_UNKNOWN_FIELDS": "1"}
+        with serve_process(HUB_NAME, *flags, *ENGINE, **variables) as serving:
+            serving.wait_ready()
+            yield serving
+
+
+def test_a_model_with_another_name_has_no_other(without_template: ServeProcess) -> None:
     cards = without_template.get("/v1/models").json()["data"]
     assert [card["id"] for card in cards] == ["ours"]
-    for name in ("my-model", str(folder)):
+    for name in (HUB_NAME, HUB_NAME.rpartition("/")[2]):
         body = {"prompt": "the fox", "max_tokens": 2, "model": name}
         assert without_template.post("/v1/completions", body).status_code == 404
+
+
+def test_both_processes_open_the_one_commit_that_the_revision_was(
+    without_template: ServeProcess, hub: FakeHub
+) -> None:
+    """The branch may have moved when the engine starts; and there is none that is called main."""
+    assert without_template.status("/ready") == 200
+    looked_up = [line.rpartition("/revision/")[2] for line in hub.requests if "/revision/" in line]
+    assert looked_up[0] == "v1"
+    assert len(looked_up) > 1
+    assert set(looked_up[1:]) == {COMMIT}
 
 
 def test_ignoring_unknown_fields_is_logged(without_template: ServeProcess) -> None:
@@ -425,18 +449,3 @@ def test_what_cannot_work_is_said_at_once(
     ran = refusals[tuple(arguments)]
     assert (ran.code, ran.out, ran.err.count("\n")) == (code, "", 1)
     assert words in ran.err
-
-
-def test_both_processes_open_the_one_commit_that_the_revision_was(tmp_path: Path) -> None:
-    """The branch may have moved when the engine starts; and there is none that is called main."""
-    folder, commit = write_model(tmp_path / "model"), "a" * 40
-    files = {path.name: path.read_bytes() for path in folder.iterdir()}
-    hub = FakeHub(refs={"v1": commit}, files={commit: files})
-    with hub_serving(hub) as endpoint:
-        variables = {"HF_ENDPOINT": endpoint, "HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "0"}
-        with serve_process(HUB_NAME, *ENGINE, "--revision", "v1", **variables) as serving:
-            serving.wait_ready()
-    looked_up = [line.rpartition("/revision/")[2] for line in hub.requests if "/revision/" in line]
-    assert looked_up[0] == "v1"
-    assert len(looked_up) > 1
-    assert set(looked_up[1:]) == {commit}
