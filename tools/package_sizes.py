@@ -21,14 +21,14 @@ MAX_LINES: Mapping[str, int] = {
     "checkpoint": 7_600,  # folders, GGUF, stored formats
     "cli": 6_490,  # images of prompts; arguments of an application on Ray; sparse prefill
     "cluster": 1_770,  # replicas on several machines, shared by front ends, and their number
-    "drafting": 670,
+    "drafting": 620,
     "engine": 7_400,  # checks and costs of images
     "frontend": 4_290,  # images of prompts
     "kv": 2_510,
     "loading": 3_450,  # memory of images; what doctor finds of a machine
     "media": 1_350,
     "models": 5_640,
-    "scheduler": 4_310,
+    "scheduler": 4_210,
     "server": 14_950,  # the page at /, images
     "text": 9_190,  # notations of the families of 2026
     "verification": 3_900,

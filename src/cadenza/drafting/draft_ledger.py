@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Literal, NamedTuple
 
+# Looked up by each sequence, or made by the engine's second model.
 DraftOrigin = Literal["ngram", "model"]
-"""Looked up by each sequence, or made by the engine's second model."""
 
 
 class DraftGroup(NamedTuple):
@@ -28,26 +28,20 @@ class DraftGroup(NamedTuple):
         return self._replace(is_asked=not self.is_asked)
 
 
+# Of the steps in which sequences could draft: what trying drafts that do not pay may cost.
 SHARE = 0.015
-"""Of the steps in which sequences could draft: what trying drafts that do not pay may cost."""
-
+# The share is divided by the trials in succession that did not pay, and at most by this.
 MAX_PATIENCE = 2
-"""The share is divided by the trials in succession that did not pay, and at most by this."""
-
+# Steps for the first trials of all accounts after the start, and of these for one account.
 RESERVE, FIRST_CREDIT = 3.0, 2.0
-"""Steps for the first trials of all accounts after the start, and of these for one account."""
-
-MAX_CREDIT = 6.0
-"""Steps that a source may lose in succession, after it has saved as many."""
-
+MAX_CREDIT = 6.0  # steps that a source may lose in succession, after it has saved as many
+# Steps saved beyond that, which may be spent on what a second model lacks of a sequence.
 MAX_CAPITAL = 64.0
-"""Steps saved beyond that, which may be spent on what a second model lacks of a sequence."""
-
 WEIGHT_OF_NEWEST = 0.2
 MOVED_CREDIT = 1.0
+# Of what a sequence's own drafts have saved it may lose the time of so many tokens again, although
+# drafts of its source do not pay.
 TOKENS_AHEAD = 2.0
-"""Of what a sequence's own drafts have saved it may lose the time of so many tokens again, although
-drafts of its source do not pay."""
 
 
 class DraftState(NamedTuple):
@@ -81,22 +75,15 @@ class OwnCredit:
 
 @dataclass(slots=True, eq=False)
 class DraftAccount:
-    """Of one group at about the same number of rows, in steps.
+    """Of one group at about the same number of rows, in steps."""
 
-    Args:
-        credit: what drafts may cost before they have saved anything again; negative: what they have
-            cost beyond that.
-        capital: what they have saved beyond `MAX_CREDIT`.
-        gain: mean of the newest steps with drafts, without what was computed for prompts.
-        is_on: whether drafts are made other than on trial.
-        other: of the other group with this source at this number of rows.
-    """
-
+    # what drafts may cost before they have saved anything again; negative: beyond that
     credit: float = 0.0
-    capital: float = 0.0
-    gain: float = 0.0
-    is_on: bool = True
+    capital: float = 0.0  # what they have saved beyond `MAX_CREDIT`
+    gain: float = 0.0  # mean of the newest steps with drafts, without what prompts took
+    is_on: bool = True  # drafts are made other than on trial
     num_observed: int = 0
+    # of the other group with this source at this number of rows
     other: "DraftAccount | None" = field(default=None, repr=False)
     _num_losses: int = 0
     _wanted: float = 0.0
@@ -160,7 +147,6 @@ class DraftAccount:
         return self.other.capital
 
     def _borrow(self, steps: float) -> float:
-        """Takes so much of the other group's capital, or what there is of it."""
         taken = min(self._backing, max(0.0, steps))
         if taken and self.other is not None:
             self.other.capital -= taken
@@ -176,8 +162,8 @@ class DraftLedger:
         default_factory=dict[tuple[DraftGroup, int], DraftAccount]
     )
     _reserve: float = RESERVE
+    # as reported last
     _off: set[tuple[DraftOrigin, int]] = field(default_factory=set[tuple[DraftOrigin, int]])
-    """As was told last."""
 
     def account(self, group: DraftGroup, num_rows: int) -> DraftAccount:
         """The one of a group at a number of rows; a new one starts from the nearest of the group
@@ -255,8 +241,7 @@ class DraftLedger:
 
 
 def _bucket(num_rows: int) -> int:
-    """1, 2, 3 to 4, 5 to 8, 9 to 16, ..."""
-    return (max(1, num_rows) - 1).bit_length()
+    return (max(1, num_rows) - 1).bit_length()  # 1, 2, 3 to 4, 5 to 8, 9 to 16, ...
 
 
 def _rows_of(bucket: int) -> str:

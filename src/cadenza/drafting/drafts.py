@@ -15,18 +15,14 @@ from cadenza.request import Request
 from cadenza.speculative_config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
 from cadenza.structured import Constraint
 
-MAX_CANDIDATES = 16
-"""Earlier places, the newest first, of which the longest match is chosen."""
+MAX_CANDIDATES = 16  # earlier places, the newest first, of which the longest match is chosen
 
 
 class PromptLookup:
-    """Proposals for one sequence from its own tokens, and before them from a prediction.
+    """Proposals for one sequence from its own tokens, and before them from a `prediction`.
 
-    Args:
-        shortest: tokens that must match, at least.
-        longest: tokens that are compared at most; a longer match is not preferred.
-        prediction: tokens that the output may repeat, looked up like the sequence's own.
-        placeholder: a token that is never proposed.
+    At least `shortest` tokens must match; a match longer than `longest` is not preferred. The
+    `placeholder` is never proposed.
     """
 
     def __init__(
@@ -42,10 +38,10 @@ class PromptLookup:
         self._num_predicted = len(prediction)
         self._placeholder = placeholder
         self._tokens: list[int] = []
+        # where an n-gram of the shortest length last ended
         self._newest: dict[tuple[int, ...], int] = {}
-        """Where an n-gram of the shortest length last ended."""
+        # for each token, where the n-gram that ends there ended before; 0 if nowhere
         self._earlier: list[int] = []
-        """For each token, where the n-gram that ends there ended before; 0 if nowhere."""
         self._extend(list(prediction))
 
     def propose(self, token_ids: list[int], most: int) -> list[int]:
@@ -72,7 +68,6 @@ class PromptLookup:
             newest[gram] = end
 
     def _find_longest(self) -> int:
-        """Where the longest match of the newest tokens ends; 0 if there is none."""
         if not self._tokens:
             return 0
         best, best_length = 0, 0
@@ -87,7 +82,6 @@ class PromptLookup:
         return best
 
     def _match_length(self, end: int) -> int:
-        """How many tokens before `end` equal the newest ones, up to `longest`."""
         tokens, length = self._tokens, self._shortest
         most = min(self._longest, end)
         while length < most and tokens[end - 1 - length] == tokens[-1 - length]:
@@ -105,8 +99,7 @@ class Lookahead:
         self._ahead = constraint
         self._is_fork = False
         self.masks = [constraint.allowed()]
-        self.is_over = constraint.has_failed
-        """No draft may follow."""
+        self.is_over = constraint.has_failed  # no draft may follow
 
     def take(self, token_id: int) -> bool:
         """Takes the next draft; False if it is not allowed, or what may follow it is not known."""
@@ -137,19 +130,15 @@ def _is_allowed(mask: bytes, token_id: int) -> bool:
     return 0 <= place < len(mask) and bool(mask[place] >> bit & 1)
 
 
+# Tokens without drafts after the last ones were not worth it; doubled each time.
 FIRST_PAUSE, MAX_PAUSE = 16, 256
-"""Tokens without drafts after the last ones were not worth it; doubled each time."""
-MAX_PAUSE_OF_PLAN = 64
-"""Where a step was too dear for them: others may soon be cheaper."""
+MAX_PAUSE_OF_PLAN = 64  # where a step was too dear for them: others may soon be cheaper
 
 WEIGHT_OF_NEWEST = 0.25
-WEIGHT_OF_DRAFT = 0.1
-"""Of one draft in the acceptance; the first ones weigh more."""
+WEIGHT_OF_DRAFT = 0.1  # of one draft in the acceptance; the first ones weigh more
 NUM_PRIOR = 2
-MIN_FOUND = 0.5
-"""Of the steps that asked a source: below this, a sequence counts as tried."""
-MIN_GAIN = 0.15
-"""Accepted tokens for each step that tries: below this, drafting pauses."""
+MIN_FOUND = 0.5  # of the steps that asked a source: below this, a sequence counts as tried
+MIN_GAIN = 0.15  # accepted tokens for each step that tries: below this, drafting pauses
 
 
 class DraftSource(Protocol):
@@ -163,8 +152,8 @@ class DraftSource(Protocol):
 
 
 FIRST_ACCEPTANCE = 0.8
+# Of so many sequences one starts with the first acceptance, whatever the others have met.
 PROBE_EVERY = 16
-"""Of so many sequences one starts with the first acceptance, whatever the others have met."""
 
 
 @dataclass(slots=True, eq=False)
@@ -184,30 +173,17 @@ class SharedAcceptance:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Drafting:
-    """How one sequence drafts.
+    """How one sequence drafts."""
 
-    Args:
-        source: where its drafts come from; None: from the engine's `Drafter`.
-        most: drafts in a step, at most.
-        is_asked: the request asks for drafts.
-        acceptance: the chance that a draft is accepted, if those before it were.
-        gain: mean number of accepted drafts of a step that asked `source`.
-        found: the share of such steps in which it knew some.
-        resumes_at: the number of tokens from which the sequence drafts again after a pause.
-        shared: what other sequences of the group meet.
-        num_accepted: of all its drafts so far.
-        credit: what its drafts have saved.
-    """
-
-    source: DraftSource | None
-    most: int
-    is_asked: bool = False
-    acceptance: float = FIRST_ACCEPTANCE
-    gain: float = 1.0
-    found: float = 1.0
-    resumes_at: int = 0
-    shared: SharedAcceptance | None = None
-    num_accepted: int = 0
+    source: DraftSource | None  # None: the engine's `Drafter`
+    most: int  # drafts in a step
+    is_asked: bool = False  # the request asks for drafts
+    acceptance: float = FIRST_ACCEPTANCE  # the chance of a draft, if those before it were accepted
+    gain: float = 1.0  # mean number of accepted drafts of a step that asked `source`
+    found: float = 1.0  # the share of such steps in which it knew some
+    resumes_at: int = 0  # the number of tokens from which it drafts again after a pause
+    shared: SharedAcceptance | None = None  # what other sequences of the group meet
+    num_accepted: int = 0  # of all its drafts so far
     credit: OwnCredit = field(default_factory=OwnCredit)
     _pause: int = field(default=FIRST_PAUSE, init=False)
     _num_tried: int = field(default=0, init=False)
@@ -217,7 +193,6 @@ class Drafting:
         return DraftGroup("model" if self.source is None else "ngram", self.is_asked)
 
     def is_due(self, num_tokens: int) -> bool:
-        """False during a pause of a sequence with `num_tokens` tokens."""
         return num_tokens >= self.resumes_at
 
     @property
@@ -271,8 +246,8 @@ class Drafting:
         self._pause = min(2 * self._pause, MAX_PAUSE)
 
 
+# The drafts of a request that asks for some where the engine is configured for none.
 ON_REQUEST = SpeculativeConfig(method="ngram")
-"""The drafts of a request that asks for some where the engine is configured for none."""
 
 
 def drafting_of(
@@ -315,10 +290,9 @@ def drafting_of(
 
 
 def _most(request: Request, config: SpeculativeConfig | None) -> int:
-    """Drafts in a step. A prediction is followed for long where it is right."""
     asked = request.params.drafts
     most = ON_REQUEST.num_speculative_tokens if config is None else config.num_speculative_tokens
-    if config is None and request.prediction:
+    if config is None and request.prediction:  # followed for long where it is right
         most = MAX_SPECULATIVE_TOKENS
     if asked is None or asked is True:
         return most
@@ -327,9 +301,7 @@ def _most(request: Request, config: SpeculativeConfig | None) -> int:
 
 @dataclass(slots=True)
 class DraftCounts:
-    """Counters that never decrease: sequences' steps with drafts, drafts, accepted drafts, and the
-    accepted ones by their place behind the newest token.
-    """
+    """Counters that never decrease; the last by the place behind the newest token."""
 
     num_drafts: int = 0
     num_draft_tokens: int = 0
@@ -337,7 +309,6 @@ class DraftCounts:
     num_accepted_per_pos: list[int] = field(default_factory=lambda: [0] * MAX_SPECULATIVE_TOKENS)
 
     def add(self, num_tokens: int, num_accepted: int) -> None:
-        """A step of a sequence with `num_tokens` drafts, of which the first were accepted."""
         self.num_drafts += 1
         self.num_draft_tokens += num_tokens
         self.num_accepted_tokens += num_accepted

@@ -26,25 +26,18 @@ logger = logging.getLogger(__name__)
 
 _row_of = attrgetter("row")
 
-REST_STEPS = 16
-"""Steps without drafts after they were not worth their time for any sequence."""
-
+REST_STEPS = 16  # without drafts after they were not worth their time for any sequence
+# Tokens of a sequence without drafts, after computing what its second model lacks did not pay.
 PAUSE_TOKENS = 64
-"""Tokens of a sequence without drafts, after computing what its second model lacks did not pay."""
-
-FORESEEN_TOKENS = 256
-"""A stream is expected to go on for as many tokens, at most."""
-
+FORESEEN_TOKENS = 256  # for which a stream is expected to go on, at most
 LEAST_CATCH_UP = 16
+# Tokens of a step of the second model, as a multiple of the most that one was measured with: what
+# far more take is known only by a cost that may be wrong, and would be a loss of many steps.
 MORE_TOKENS = 2
-"""Tokens of a step of the second model, as a multiple of the most that one was measured with: what
-far more take is told only by a cost that may be wrong, and would be a loss of many steps."""
-
 CORRECTION = 0.1
+# After their first measured price, which is taken as it is: each prompt that is computed at a
+# wrong one is a loss of many steps.
 CORRECTION_OF_PROMPTS = 0.5
-"""After their first measured price, which is taken as it is: how few tokens a prompt is computed in
-is bounded by it, and each attempt at a wrong one is a loss of many steps."""
-
 MAX_FAILURES = 3
 
 
@@ -140,24 +133,21 @@ class ModelDrafter:
     def __init__(
         self, model: DraftModel, kv_cache: KVCacheManager, clock: Callable[[], float]
     ) -> None:
+        # by whether requests ask for drafts
         self.acceptance = {False: SharedAcceptance(), True: SharedAcceptance()}
-        """Of requests that ask for drafts, and of others."""
         self._model = model
         self._kv_cache = kv_cache
         self._clock = clock
         self._packer = Packer(model.limits, model.runner.vocab_size)
-        self._progress: dict[int, tuple[Sequence, _Progress]] = {}
-        """By row."""
-        self._contents: dict[int, bytes] = {}
-        """The keys of the pages whose KV the second model has computed."""
+        self._progress: dict[int, tuple[Sequence, _Progress]] = {}  # by row
+        self._contents: dict[int, bytes] = {}  # the keys of pages whose KV it has computed
         self._scale = 1.0
         self._prompt_scale: float | None = None
-        self._most_measured = 0
-        """Tokens of a step."""
+        self._most_measured = 0  # tokens of a step
         self._rests_until = 0
         self._num_failures = 0
+        # of the tokens that it computes; a hidden state is of the token before
         self._first_position = int(model.reads_hidden)
-        """Of the tokens that the second model computes; a hidden state is of the token before."""
 
     def is_due(self, number: int) -> bool:
         return number >= self._rests_until and self._num_failures < MAX_FAILURES

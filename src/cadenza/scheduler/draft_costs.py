@@ -13,50 +13,35 @@ from statistics import fmean, median
 
 from cadenza.batch.step_cost import SMALLEST_MS, StepCost, StepLoad
 
-NUM_KEPT = 5
-"""Times of one kind of step, the newest."""
-
+NUM_KEPT = 5  # times of steps that are alike, the newest
+# Steps after which what some drafts cost is forgotten, if it is not measured again: what was dear,
+# by chance or while the machine was slower, is tried again some time.
 FORGET_STEPS = 128
-"""Steps after which what some drafts cost is forgotten, if it is not measured again: what was dear,
-by chance or while the machine was slower, is tried again some time."""
-
+# Of a draft, as a multiple of what it costs where the most were measured, or else of what
+# `StepCost` says: of those beyond, and at least.
 FIRST_PRICE, MIN_PRICE = 1.25, 0.1
-"""Of a draft, as a multiple of what it costs where the most were measured, or else of what
-`StepCost` says: of those beyond, and at least."""
-
+# The share of what the fewest measured drafts cost, taken to be that of half as many: low, so
+# that fewer are tried where they may be nearly free.
 FIRST_HALF = 1 / 3
-"""The share of what the fewest measured drafts cost, taken to be that of half as many: low, so
-that fewer are tried where they may be nearly free."""
-
+# At most so many where none were measured, or one for each row, and then this multiple of the most
+# that were: one step with many that cost far more than was known would be a loss of many steps.
 FIRST_DRAFTS, MORE_DRAFTS = 4, 2
-"""At most so many where none were measured, or one for each row, and then this multiple of the most
-that were: one step with many that cost far more than was known would be a loss of many steps."""
-
+# Steps with drafts after which one without is wanted, to measure what it costs: for the first
+# time, and later.
 FIRST_STEPS, REFRESH_STEPS = 4, 128
-"""Steps with drafts after which one without is wanted, to measure what it costs: for the first
-time, and later."""
-
+# A step without drafts that is further from the others of its kind is followed by another one.
 FAR_SHARE = 0.2
-"""A step without drafts that is further from the others of its kind is followed by another one."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeCost:
-    """Milliseconds of one step with different numbers of drafts.
+    """Milliseconds of one step with different numbers of drafts."""
 
-    Args:
-        base_ms: without drafts.
-        counts, more_ms: numbers of drafts, ascending from 0, and what they add; linear between
-            them.
-        draft_ms: each draft more than the last of `counts`.
-        most: drafts whose cost can be told well enough; None for any number.
-    """
-
-    base_ms: float
-    counts: tuple[float, ...]
-    more_ms: tuple[float, ...]
-    draft_ms: float
-    most: int | None = None
+    base_ms: float  # without drafts
+    counts: tuple[float, ...]  # numbers of drafts, ascending from 0
+    more_ms: tuple[float, ...]  # that these add; linear between them
+    draft_ms: float  # each draft more than the last of `counts`
+    most: int | None = None  # drafts whose cost is known well enough; None: any number
 
     @classmethod
     def linear(cls, base_ms: float, draft_ms: float, most: int | None = None) -> "DecodeCost":
@@ -212,5 +197,5 @@ class DraftCosts:
 
 
 def _bucket(num_drafts: int) -> int:
-    """1, 2, 3, 4 to 5, 6 to 7, 8 to 11, ...: numbers of drafts that cost about the same each."""
+    # 1, 2, 3, 4 to 5, 6 to 7, 8 to 11, ...: numbers of drafts that cost about the same each
     return int(2 * log2(num_drafts))

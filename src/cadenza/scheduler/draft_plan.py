@@ -16,35 +16,27 @@ from cadenza.batch.step_cost import StepCost
 from cadenza.drafting.draft_ledger import DraftGroup, DraftLedger
 from cadenza.scheduler.draft_costs import DecodeCost
 
+# The expected rate with drafts, as a multiple of that without, from which they are tried. The
+# predictions leave out that a step with drafts is read before the next is launched.
 MIN_RATIO = 1.05
-"""The expected rate with drafts, as a multiple of that without, from which they are tried. The
-predictions leave out that a step with drafts is read before the next is launched."""
-
+# What a draft that costs nothing else has to give, as a multiple of what verifying it costs: the
+# rows of a batch that drafts end at different times, which is not foreseen.
 MARGIN = 1.15
-"""What a draft that costs nothing else has to give, as a multiple of what verifying it costs: the
-rows of a batch that drafts end at different times, which is not foreseen."""
-
-LEAST_GAIN = 0.01
-"""Tokens; of a draft that is never worth its time."""
-
+LEAST_GAIN = 0.01  # tokens; of a draft that is never worth its time
+# How fast a token is worth less, the further its sequence is ahead of the others. With 2 the mean
+# time for a token would be least; what is started together also ends only with its slowest.
 STEEPNESS = 4
-"""How fast a token is worth less, the further its sequence is ahead of the others. With 2 the mean
-time for a token would be least; what is started together also ends only with its slowest."""
-
-PRIOR_STEPS = 8
-"""Steps with one token each, from which the pace of a sequence starts."""
+PRIOR_STEPS = 8  # with one token each, from which the pace of a sequence starts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftChance:
-    """One sequence: the chance that a draft is accepted if those before it were, how many drafts
-    it may have, the keys that each attends to, and what a token of it is worth.
-    """
+    """Of one sequence."""
 
-    acceptance: float
-    most: int
-    num_keys: int
-    worth: float = 1.0
+    acceptance: float  # the chance of a draft, if those before it were accepted
+    most: int  # drafts
+    num_keys: int  # that each attends to
+    worth: float = 1.0  # of a token
 
 
 def chance_of(sequence: Sequence, most: int, pace: float | None = None) -> DraftChance:
@@ -70,7 +62,6 @@ def pace_of(sequences: SequenceOf[Sequence]) -> float:
 
 
 def _pace(sequence: Sequence) -> float:
-    """Tokens in each step of a sequence so far; starts at 1."""
     accepted = 0 if sequence.drafting is None else sequence.drafting.num_accepted
     num_tokens = sequence.num_generated_tokens + PRIOR_STEPS
     return num_tokens / max(1, num_tokens - accepted)
@@ -78,13 +69,11 @@ def _pace(sequence: Sequence) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftNumbers:
-    """Numbers of drafts, the tokens that the step is then expected to give, and the tokens of all
-    sequences for each millisecond, without and with; those of drafts count by their worth.
-    """
+    """For each sequence, and the tokens of all, of which those of drafts count by their worth."""
 
     counts: list[int]
-    num_tokens: float
-    rate_without: float
+    num_tokens: float  # that the step is expected to give
+    rate_without: float  # tokens a millisecond
     rate: float
 
     @property
@@ -152,9 +141,9 @@ def _drafts_of(chances: SequenceOf[DraftChance], worth: float) -> list[tuple[flo
     return drafts
 
 
+# A step counts as at most this multiple of what it is predicted to take: now and then one takes
+# far longer, for reasons of the host.
 MAX_RATIO = 3.0
-"""A step counts as at most this multiple of what it is predicted to take: now and then one takes
-far longer, for reasons of the host."""
 
 NUM_KEPT_NOTES = 4
 
@@ -194,11 +183,11 @@ class DraftReturns:
     """Of one engine's steps, in their order."""
 
     ledger: DraftLedger
+    # by the number of the step
     _notes: dict[int, DraftNote] = field(default_factory=dict[int, DraftNote])
-    """By the number of the step."""
     _newest: tuple[Batch, StepTime] | None = None
+    # weights, in the newest step that was charged to any: the one behind it waits for it, too
     _charged: Mapping[DraftGroup, float] = field(default_factory=dict[DraftGroup, float])
-    """Weights, in the newest step that was charged to any: the one behind it waits for it, too."""
 
     def note(self, number: int) -> DraftNote:
         """Of the step of this number; what is noted of others long before is forgotten."""

@@ -30,11 +30,10 @@ from cadenza.scheduler.step_budget import num_row_masks
 from cadenza.scheduler.step_work import StepDuration, StepWork
 
 WEIGHT_OF_NEWEST_WAIT = 0.2
+# Steps after which look-ups are waited for whatever it costs: new text may be easier to guess.
 FIRST_PROBE, LAST_PROBE = 16, 64
-"""Steps after which look-ups are waited for whatever it costs: new text may be easier to guess."""
-
+# Steps for which a plan without drafts holds: planning takes a tenth of a short step's time.
 REPLAN_AFTER_STEPS = 4
-"""Steps for which a plan without drafts holds: planning takes a tenth of a short step's time."""
 
 
 class DraftSlot(NamedTuple):
@@ -47,23 +46,20 @@ class DraftSlot(NamedTuple):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class DraftStep:
-    """The step for which drafts are wanted. `load`: without drafts. `cost`: of the step with so
-    many drafts; None if it is not known. `room`: drafts that the step may still have. `pace`: of
-    its sequences; see `pace_of`. `wait_ms`: what is lost before a step that is scheduled when no
-    step is in flight. `waits_anyway`: the next step waits for this one, whether there are more
-    drafts or not. `accounts`: what a second model's drafts have saved, of each group in the step;
-    {} if it is not known. `spent`: what a second model took for them."""
+    """The step for which drafts are wanted."""
 
     number: int
-    load: StepLoad
-    cost: DecodeCost | None
-    room: int = 0
-    pace: float = 1.0
-    wait_ms: float = 0.0
-    waits_anyway: bool = False
+    load: StepLoad  # without drafts
+    cost: DecodeCost | None  # with so many drafts; None if not known
+    room: int = 0  # drafts that it may still have
+    pace: float = 1.0  # of its sequences; see `pace_of`
+    wait_ms: float = 0.0  # lost before a step that is scheduled when no step is in flight
+    waits_anyway: bool = False  # the next step waits for this one, with more drafts or without
+    # what a second model's drafts have saved, of each group in the step; {} if not known
     accounts: Mapping[DraftGroup, DraftAccount] = field(
         default_factory=dict[DraftGroup, DraftAccount]
     )
+    # what a second model took for them
     spent: Mapping[DraftGroup, SpentMs] = field(default_factory=dict[DraftGroup, SpentMs])
 
     def plan(
@@ -256,7 +252,6 @@ class StepDrafts(StepWork):
         self._returns.settle(batch)
 
     def _may_draft(self, drafting: Drafting, num_rows: int) -> bool:
-        """Whether its group's drafts pay or are due for a trial, or its own have saved enough."""
         account = self.ledger.account(drafting.group, num_rows)
         return account.may_draft or drafting.credit.is_enough(num_rows)
 
@@ -367,12 +362,10 @@ def _slots(entries: SequenceOf[BatchEntry], room: int) -> list[DraftSlot]:
 
 
 def _has_undecided_mask(sequence: Sequence) -> bool:
-    """Whether what the sequence may sample next depends on a token that is not read."""
     return sequence.constraint is not None and sequence.num_pending_tokens > 0
 
 
 def _decodes(sequence: Sequence) -> bool:
-    """Whether its newest token is next, and no part of its prompt."""
     return sequence.num_tokens - sequence.num_computed_tokens <= 1
 
 
