@@ -3,6 +3,7 @@ prompts and decodes, and greedy tokens. Chunks end within images, and quanta com
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -168,11 +169,9 @@ def test_a_neighbours_image_or_swapped_axes_would_be_noticed(
     their, (prompt, attachments) = theirs[1], prompts[1]
     (right,) = attachments
     mirrored = attached(processor, TALL.transpose(Image.Transpose.FLIP_LEFT_RIGHT), right.start)
-    swapped = Attachment(
-        start=right.start,
-        length=right.length,
+    swapped = replace(
+        right,
         digest=b"swapped",
-        payload=right.payload,
         width=right.height,
         height=right.width,
         rows=right.columns,
