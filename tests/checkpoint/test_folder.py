@@ -22,7 +22,9 @@ TOKENIZER = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(path.name for path in FIXTURES.iterdir()))
+@pytest.mark.parametrize(
+    "name", sorted(path.parent.name for path in FIXTURES.glob("*/config.json"))
+)
 def test_fixtures_open(name: str):
     checkpoint = open_checkpoint(FIXTURES / name)
     assert checkpoint.num_weight_bytes < 1 << 20

@@ -18,7 +18,7 @@ from tests.oracle.hf import compute_logits, load_config, load_model
 pytestmark = pytest.mark.oracle
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
-FOLDERS = sorted(path for path in FIXTURES.iterdir() if path.is_dir())
+FOLDERS = sorted(path.parent for path in FIXTURES.glob("*/config.json"))
 MIXTURES = [path for path in FOLDERS if named_shape(str(path)).experts is not None]
 
 

@@ -12,7 +12,7 @@ Modules:
 - `app_flags`: those flags as the keywords of a Ray Serve application
 - `serve_flags`: the flags of `serve`, as options of its parts
 - `served_models`: the models of `serve`: names, checkpoints, engine processes
-- `serve`, `generate`, `info`, `bench`: one subcommand each
+- `serve`, `generate`, `info`, `doctor`, `bench`: one subcommand each
 - `chat`, `export`, `verify`: `chat` and `run`, `export` and `quantize`, `verify` and `replay`
 - `conversation`, `chat_terminal`: the turns of `chat` and its commands; wrapped answers, what was
   typed

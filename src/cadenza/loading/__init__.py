@@ -10,6 +10,7 @@ Modules:
   weights and KV
 - `engine_plan`: those numbers, of a model and of those beside it
 - `memory`: available memory, below all limits and beside what other engines have reserved
+- `machine`: what a machine and an installation are, and what keeps them from more
 - `draft`: the plan of a second model, which drafts or scores prompts
 - `planned_engine`: a model, its plan and its options; its runners, its cached weights and pages
 - `identity`: what decides bits, and which keys have it; the digest of the weights
