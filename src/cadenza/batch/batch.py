@@ -24,18 +24,14 @@ NO_POSITIONS = range(0)
 
 @dataclass(slots=True, eq=False)
 class EncodedImage:
-    """An image that has slots. `slots`: [N], one for each placeholder, in order. `is_ready`: all
-    steps that are launched from now on may read the slots. `num_pins`: launched steps that read or
-    write them and have not been read. `is_dropped`: it is not found any more; its slots are free
-    once nothing pins it. `first_user`: the request whose tokens were the first to read them; None
-    before."""
+    """An image with `slots` [N], one for each placeholder, in order."""
 
     key: ImageKey
     slots: npt.NDArray[np.int32]
-    is_ready: bool = False
-    num_pins: int = 0
-    is_dropped: bool = False
-    first_user: int | None = None
+    is_ready: bool = False  # steps that are launched from now on may read the slots
+    num_pins: int = 0  # launched steps that read or write them and have not been read
+    is_dropped: bool = False  # not found any more; its slots are free once nothing pins it
+    first_user: int | None = None  # the request whose tokens were the first to read them
 
 
 class SeenImage(NamedTuple):
