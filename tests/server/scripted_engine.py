@@ -19,12 +19,7 @@ from cadenza.engine.request_stats import RequestStats
 from cadenza.engine.stats import EngineStats
 from cadenza.engine.step_watch import OnNews
 from cadenza.engine.timeouts import RequestTimeouts
-from cadenza.errors import (
-    CadenzaError,
-    EngineClosedError,
-    EngineUnavailableError,
-    QueueFullError,
-)
+from cadenza.errors import CadenzaError, EngineClosedError, EngineUnavailableError, QueueFullError
 from cadenza.events import (
     ErrorKind,
     Event,

@@ -88,11 +88,7 @@ def test_a_preflight_allows_the_headers_that_are_asked_for(
     }
     assert int(answer.headers["access-control-max-age"]) > 0
     varies = set(", ".join(answer.headers.get_list("vary")).split(", "))
-    assert varies == {
-        "origin",
-        "access-control-request-method",
-        "access-control-request-headers",
-    }
+    assert varies == {"origin", "access-control-request-method", "access-control-request-headers"}
 
 
 def test_header_lines_of_a_preflight_are_read_as_one_list(locked: RunningServer) -> None:

@@ -15,15 +15,7 @@ from cadenza.frontend.prepared_request import ChatPrompt
 from cadenza.frontend.text_frontend import TextFrontend
 from cadenza.request import SamplingParams
 from cadenza.text.answers.tool_format import Tool
-from tests.server.dialects import (
-    CONVERSING,
-    body_of,
-    post,
-    stream,
-    told,
-    told_in_stream,
-    tools_of,
-)
+from tests.server.dialects import CONVERSING, body_of, post, stream, told, told_in_stream, tools_of
 from tests.server.harness import RunningServer, running_server
 from tests.server.scripted_engine import ScriptedEngine
 

@@ -137,10 +137,7 @@ PARTS: list[tuple[list[Any], dict[str, Any]]] = [
         [{"type": "thinking", "thinking": "why", "signature": "x"}, {"type": "text", "text": "a"}],
         {"content": "a", "reasoning_content": "why"},
     ),
-    (
-        [{"type": "redacted_thinking", "data": "x"}, {"type": "text", "text": "a"}],
-        {"content": "a"},
-    ),
+    ([{"type": "redacted_thinking", "data": "x"}, {"type": "text", "text": "a"}], {"content": "a"}),
     (
         [{"type": "reasoning", "reasoning": "why"}, {"type": "text", "text": "a"}],
         {"content": "a", "reasoning_content": "why"},

@@ -44,10 +44,7 @@ WEBSOCKET = (
 
 
 def request(
-    body: bytes,
-    *headers: str,
-    line: str = "POST /v1/completions HTTP/1.1",
-    host: str = "host: x",
+    body: bytes, *headers: str, line: str = "POST /v1/completions HTTP/1.1", host: str = "host: x"
 ) -> bytes:
     """As it is written, with a length where no other framing is among the headers."""
     head = [line, host, "content-type: application/json", *headers]

@@ -141,9 +141,7 @@ def asked(salt: str, **fields: Any) -> dict[str, Any]:
     return {"prompt": LINES, "max_tokens": 1, "cache_salt": salt, **fields}
 
 
-def test_a_streams_usage_says_why_a_prompt_was_not_cached(
-    bundled: RunningServer,
-) -> None:
+def test_a_streams_usage_says_why_a_prompt_was_not_cached(bundled: RunningServer) -> None:
     streaming = {"stream": True, "stream_options": {"include_usage": True}}
     body = asked("a stream", **streaming)
     usage = bundled.events("/v1/completions", body)[-2]["usage"]

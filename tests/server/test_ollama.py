@@ -250,11 +250,7 @@ def test_models_are_listed_by_names_that_work(serve: Serve) -> None:
     names = ("tiny", "owner/model", "small:4b")
     server = serve(names=names)
     listed = server.get("/api/tags").json()["models"]
-    assert [each["model"] for each in listed] == [
-        "tiny:latest",
-        "owner/model:latest",
-        "small:4b",
-    ]
+    assert [each["model"] for each in listed] == ["tiny:latest", "owner/model:latest", "small:4b"]
     assert listed == [
         {key: each[key] for key in listed[0]} for each in server.get("/api/ps").json()["models"]
     ]

@@ -199,9 +199,7 @@ def test_what_a_file_asks_for_is_served() -> None:
         assert set(named) <= set(UI_FILES), name
 
 
-def test_a_browser_gets_the_page_and_everybody_else_the_old_answer(
-    scripted: RunningServer,
-) -> None:
+def test_a_browser_gets_the_page_and_everybody_else_the_old_answer(scripted: RunningServer) -> None:
     page = scripted.get("/", headers=BROWSER)
     assert page.headers["content-type"] == "text/html; charset=utf-8"
     assert page.content == (FOLDER / INDEX).read_bytes()

@@ -246,9 +246,7 @@ def test_what_is_no_receipt_is_refused(
     assert words in refused.json()["error"]["message"]
 
 
-def test_a_receipt_of_too_many_tokens_or_another_version_is_refused(
-    bundled: RunningServer,
-) -> None:
+def test_a_receipt_of_too_many_tokens_or_another_version_is_refused(bundled: RunningServer) -> None:
     receipt = receipt_of(bundled)
     long = {**receipt, "token_ids": [5] * (MAX_TOKENS + 1)}
     refused = bundled.post(PATH, {"receipt": long})

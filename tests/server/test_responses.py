@@ -63,12 +63,7 @@ def test_events_come_in_order_and_hold_the_whole_response(scripted: RunningServe
     names = [event["type"].removeprefix("response.") for event in events]
     assert names[:4] == ["created", "in_progress", "output_item.added", "content_part.added"]
     assert set(names[4:-4]) == {"output_text.delta"}
-    assert names[-4:] == [
-        "output_text.done",
-        "content_part.done",
-        "output_item.done",
-        "incomplete",
-    ]
+    assert names[-4:] == ["output_text.done", "content_part.done", "output_item.done", "incomplete"]
     text = "".join(event.get("delta", "") for event in events)
     assert events[-4]["text"] == events[-3]["part"]["text"] == text
     last = events[-1]["response"]

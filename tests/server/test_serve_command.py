@@ -218,9 +218,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.soak
-def test_a_folder_is_served_by_its_last_part_and_nobody_is_told_where_it_lies(
-    folder: Path,
-) -> None:
+def test_a_folder_is_served_by_its_last_part_and_nobody_is_told_where_it_lies(folder: Path) -> None:
     with serve_process(f"{folder}/", *ENGINE) as serving:
         serving.wait_ready()
         (card,) = serving.get("/v1/models").json()["data"]

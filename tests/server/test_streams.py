@@ -243,10 +243,7 @@ def test_the_rest_of_a_body_that_was_refused_is_not_waited_for_without_end(
     limits = ServerLimits(max_body_bytes=1000, max_bodies_bytes=1000, body_s=1.0)
     whole = raw_post("/v1/completions", padded(1000))
     server = serve(limits=limits)
-    with (
-        server.service.bodies.holding() as try_add,
-        server.connect() as connection,
-    ):
+    with server.service.bodies.holding() as try_add, server.connect() as connection:
         if code == b"bodies_full":
             assert try_add(1000)
         else:

@@ -18,11 +18,7 @@ from cadenza.request import SamplingParams
 from cadenza.server.anthropic.blocks import message_tools
 from cadenza.server.anthropic.messages import MessageRequest
 from cadenza.server.errors import ApiError
-from cadenza.server.fields.body import (
-    UnknownFields,
-    UnknownMembers,
-    taking_unknown,
-)
+from cadenza.server.fields.body import UnknownFields, UnknownMembers, taking_unknown
 from cadenza.server.fields.tools import chat_tools, function_tools
 from cadenza.server.openai.chat import ChatRequest
 from cadenza.server.openai.response_items import response_tools
@@ -57,9 +53,7 @@ def choice_of(server: RunningServer, **fields: Any) -> Any:
     return answer.json()["choices"][0]
 
 
-def test_a_required_call_is_made_with_arguments_of_the_schema(
-    bundled: RunningServer,
-) -> None:
+def test_a_required_call_is_made_with_arguments_of_the_schema(bundled: RunningServer) -> None:
     for seed in range(3):
         hot = {"temperature": 1.5, "seed": seed, "parallel_tool_calls": False}
         choice = choice_of(bundled, tool_choice="required", **hot)
@@ -75,9 +69,7 @@ def test_a_required_call_is_made_with_arguments_of_the_schema(
         )
 
 
-def test_a_required_call_may_come_with_a_form_which_only_texts_have(
-    bundled: RunningServer,
-) -> None:
+def test_a_required_call_may_come_with_a_form_which_only_texts_have(bundled: RunningServer) -> None:
     """As clients send a loop of calls whose final answer is an object."""
     form = {"type": "json_schema", "json_schema": {"schema": CITY}}
     fields = {"response_format": form, "temperature": 0, "parallel_tool_calls": False}
@@ -226,8 +218,7 @@ def test_tools_beside_a_form_and_reasoning_are_checked_as_one_grammar() -> None:
     params = SamplingParams(structured=StructuredOutput(regex="[0-9]+"), n=8)
     use = ToolUse(tools=(Tool(name="f"),))
     text.prepare(
-        ChatPrompt(messages=[{"role": "user", "content": "x"}], asked=AskedAnswer(use=use)),
-        params,
+        ChatPrompt(messages=[{"role": "user", "content": "x"}], asked=AskedAnswer(use=use)), params
     )
     assert num_requests == 1, "all of a request's grammars have one bound on their time"
     _form, _arguments, whole = checked  # once, however many samples there are

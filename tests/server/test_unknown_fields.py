@@ -76,11 +76,7 @@ MEMBERS: list[tuple[str, dict[str, Any], str]] = [
     ("responses", {"input": [{**USER, "frob": 1}]}, "input.frob"),
     ("messages", {"messages": [{**USER, "frob": 1}]}, "messages.frob"),
     ("messages", {"messages": [{**USER, "content": [PART]}]}, "messages.frob"),
-    (
-        "chat",
-        {"tools": [{"type": "function", "function": {"name": "f", "frob": 1}}]},
-        "tools.frob",
-    ),
+    ("chat", {"tools": [{"type": "function", "function": {"name": "f", "frob": 1}}]}, "tools.frob"),
     ("chat", {"stream": True, "stream_options": {"frob": 1}}, "stream_options.frob"),
     ("responses", {"reasoning": {"frob": 1}}, "reasoning.frob"),
 ]

@@ -94,10 +94,7 @@ def forgetful(
     """An engine with random weights, which hide no error behind margins, and its server."""
     folder = write_model(tmp_path_factory.mktemp("models") / "random")
     config = EngineConfig(
-        max_num_seqs=4,
-        max_num_batched_tokens=64,
-        max_num_queued_tokens=300,
-        max_model_len=256,
+        max_num_seqs=4, max_num_batched_tokens=64, max_num_queued_tokens=300, max_model_len=256
     )
     loaded = load_model(folder, config)
     engine = ForgetfulInCompany(loaded.core)
@@ -173,8 +170,7 @@ def test_a_server_whose_queue_is_full_at_times_passes(
 
 
 @pytest.mark.parametrize(
-    "name",
-    by_day(["structured", "bad_words", "logit_bias", "min_tokens"], {"structured"}),
+    "name", by_day(["structured", "bad_words", "logit_bias", "min_tokens"], {"structured"})
 )
 def test_a_server_that_ignores_an_option_in_company_fails(
     forgetful: tuple[ForgetfulInCompany, RunningServer], name: str
