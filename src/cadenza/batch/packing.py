@@ -314,8 +314,6 @@ def _write_rope_positions(inputs: ModelInputs, batch: Batch) -> None:
 
 
 def _write_indices(inputs: ModelInputs, batch: Batch, window: int | None) -> None:
-    """Rope positions of pruned prompts' tokens, and the first token that window layers show
-    each."""
     for entry in batch.entries:
         kept = entry.sequence.prompt.kept
         if kept is None or not kept.num_skipped:

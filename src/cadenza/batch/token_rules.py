@@ -108,7 +108,6 @@ def may_be_forced(sequence: Sequence) -> bool:
 
 
 def _is_begun(word: tuple[int, ...], generated: list[int]) -> bool:
-    """All tokens of a bad word but its last have just been generated."""
     start = list(word[:-1])
     return generated[len(generated) - len(start) :] == start
 

@@ -328,7 +328,6 @@ class EngineCore:
         return tuple(map(self._named, self._drafts.ledger.states))
 
     def _named(self, state: DraftState) -> DraftState:
-        """With the engine's method in place of its second model."""
         if state.origin != "model" or self._speculation is None:
             return state
         return state._replace(origin=self._speculation.method)
@@ -347,7 +346,6 @@ class EngineCore:
             )
 
     def _start_compiled(self) -> list[Finished]:
-        """The ends of those whose constraint cannot be compiled."""
         assert self._compiling is not None
         if not self.scheduler.has_work and not self.loop.in_flight:
             self._compiling.wait()
@@ -360,7 +358,6 @@ class EngineCore:
         return refused
 
     def _add(self, samples: list[Sequence]) -> None:
-        """Queues a request's samples once it has its constraint."""
         if samples[0].request.constraint is not None and self._compiling is not None:
             self._compiling.add(samples)
         else:

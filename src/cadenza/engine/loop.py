@@ -202,7 +202,6 @@ class StepLoop:
             self._scheduler.unpin(self.in_flight.popleft().batch)
 
     def _must_read_first(self) -> bool:
-        """Asked once for each step."""
         return (
             self.in_flight[-1].batch.has_drafts
             or (self._decides_masks and not self._step_runner.has_late_masks)
@@ -270,7 +269,6 @@ class StepLoop:
         return self._scheduler.update(step.batch, output)
 
     def _observe(self, step: LaunchedStep) -> None:
-        """The time since its launch or the step before it."""
         now_s = self._clock()
         started_s = max(step.launched_s, self._last_read_s)
         idle_ms = None if step.idle_s is None else 1000 * step.idle_s

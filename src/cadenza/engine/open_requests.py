@@ -487,5 +487,4 @@ def _by_acceptance(entries: Iterable[OpenRequest]) -> dict[int, OpenRequest]:
 
 
 def _older(entries: dict[int, OpenRequest], accepted_s: float) -> list[OpenRequest]:
-    """`entries` is in order of acceptance."""
     return list(takewhile(lambda entry: entry.accepted_s <= accepted_s, entries.values()))

@@ -68,7 +68,6 @@ def find_files(folder: Path) -> Iterator[StoredFile]:
 
 
 def _find(folder: Path, name: re.Pattern[str], *deeper: re.Pattern[str]) -> Iterator[Path]:
-    """Links are not followed."""
     try:
         with os.scandir(folder) as entries:
             matching = [each for each in entries if name.fullmatch(each.name)]
@@ -135,7 +134,6 @@ class PageFolder:
             raise _unusable(folder, error) from error
 
     def __contains__(self, key: bytes) -> bool:
-        """Found by the last scan or `refresh`, or written since."""
         return key in self._known
 
     @property
@@ -222,7 +220,6 @@ class PageFolder:
         logger.warning("the prefix cache on disk is off: %s", reason)
 
     def _scan(self) -> None:
-        """Removes the least recently used files if there are too many."""
         files = sorted(self._access.find_files(self._folder), key=lambda each: each.used_ns)
         num_bytes = sum(each.num_bytes for each in files)
         most = self._max_bytes - self._max_bytes // ROOM_SHARE
@@ -251,7 +248,6 @@ class PageFolder:
         return state.digest()
 
     def _checked(self, key: bytes, data: bytes) -> bytes | None:
-        """None unless it was written under this key."""
         if len(data) < OVERHEAD_BYTES:
             return None
         head, end = data[: _HEADER.size], len(data) - _MAC_BYTES
@@ -343,7 +339,6 @@ def _remove_leftovers(folder: Path) -> None:
 
 
 def _lock(path: Path) -> int:
-    """A descriptor that holds the lock. Raises BlockingIOError."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -355,7 +350,6 @@ def _lock(path: Path) -> int:
 
 @contextmanager
 def _locked(path: Path, within_s: float) -> Generator[None]:
-    """Raises ConfigError after `within_s`."""
     end_s = time.monotonic() + within_s
     while True:
         try:

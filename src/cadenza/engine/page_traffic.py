@@ -142,7 +142,6 @@ class PageTraffic:
             self._folder.close()
 
     def _serve_next(self) -> bool:
-        """False if there is nothing left after `stop`."""
         now_s = time.monotonic()
         if now_s >= self._refresh_at_s and not self._is_stopping:
             self._folder.refresh()

@@ -129,7 +129,6 @@ class RequestCheck:
         self._check_resolved(request)
 
     def _check_resolved(self, request: Request) -> None:
-        """The text front end must apply text options."""
         self._check_constraint(request)
         params, count = request.params, request.params.truncate_prompt_tokens
         if params.bad_words and not request.bad_word_token_ids:
@@ -320,7 +319,6 @@ def check_images(request: Request, images: ImageLimits | None) -> None:
 
 
 def _check_part(number: int, part: Attachment, indices: list[int]) -> None:
-    """`indices` are those of the placeholders in its span."""
     if not part.rows * part.columns == len(indices) > 0:
         raise _error(
             f"image {number} has {part.rows} x {part.columns} tokens and the prompt {len(indices)} "

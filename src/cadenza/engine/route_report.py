@@ -67,7 +67,6 @@ def _num_waiting_tokens(scheduler: Scheduler) -> int:
 def _prompt_token_ms(
     cost: StepCost, bound: StepBound | None, decodes: StepLoad, most: int
 ) -> float:
-    """In steps that have `decodes` and as many prompt tokens as fit, at most `most`."""
     count = float(most)
     if bound is not None:
         count = min(count, max(MIN_PROMPT_TOKENS, cost.most_tokens(0, bound.left_ms(decodes))))

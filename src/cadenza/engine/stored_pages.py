@@ -227,7 +227,6 @@ class StoredPages:
     def _start(
         self, sequence: Sequence, since_s: float, missing: Callable[[], MissingPages]
     ) -> _Wait | None:
-        """Of the first missing page, if need be of another sequence; None if nothing is missing."""
         lacks = missing()
         num_state_pages, keys = None, lacks.keys
         if self._kv_cache.states is not None:
@@ -389,7 +388,6 @@ def state_key(page_key: bytes) -> bytes:
 
 
 def _tokens_of(sequence: Sequence, index: int, size: int) -> bytes:
-    """With which the content of its page `index`, or its snapshot, begins."""
     return _bytes_of(sequence.token_ids[index * size : (index + 1) * size])
 
 

@@ -362,7 +362,6 @@ class KVCacheManager:
         sequence.rewind()
 
     def _known_pages(self, sequence: Sequence) -> list[int]:
-        """Its pages, or the cached ones with the same content."""
         known = list(sequence.page_table)
         if self.prefix_cache is not None:
             keys = sequence.page_keys[: sequence.num_published_pages]

@@ -247,7 +247,6 @@ class Scheduler:
         return [entry for entry in entries if entry.sequence.status is SequenceStatus.RUNNING]
 
     def _allocate_decodes(self, sequences: list[Sequence], budget: StepBudget) -> list[BatchEntry]:
-        """Forced tokens, too, if there is time."""
         entries: list[BatchEntry] = []
         num_forced = budget.num_forced(sequences)
         for sequence in sequences:

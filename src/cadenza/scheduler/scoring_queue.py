@@ -344,7 +344,6 @@ class ScoringQueue(StepWork):
         return True
 
     def _ready(self) -> list[Scoring]:
-        """One of a step that failed is alone."""
         ready = [each for each in self._begun if each.can_go_on]
         retried = [each for each in self._begun if each.is_retried][:1]
         return [each for each in retried if each.can_go_on] if retried else ready
@@ -380,7 +379,6 @@ class ScoringQueue(StepWork):
             self._fair_share.charge_ms(payer, self.cost.predict_ms(load) - self.cost.fixed_ms)
 
     def _current(self, entry: BatchEntry) -> Scoring | None:
-        """None if it has been given up or has begun again."""
         scoring = self._scoring_of.get(entry.sequence)
         is_current = entry.num_preemptions == entry.sequence.num_preemptions
         return scoring if is_current else None

@@ -171,7 +171,6 @@ TURNS: dict[Batching, Callable[[SequenceOf[Sequence], Iterable[Sequence], IsBein
 
 
 def _startable(ordered: Iterable[Sequence]) -> Iterator[Sequence]:
-    """Before the first whose newest token is not read."""
     for sequence in ordered:
         if sequence.num_pending_tokens:
             return
@@ -278,7 +277,6 @@ class Turns:
         return StepTurns(self._next_retried(), startable, ordinary)
 
     def _next_retried(self) -> Sequence | None:
-        """One that runs, or else the first that can be computed."""
         if not self._retried:
             return None
         for sequence in self._retried:

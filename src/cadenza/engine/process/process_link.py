@@ -279,7 +279,6 @@ class ProcessLink:
         return min([each for each in times_s if each is not None])
 
     def _receive(self, child: EngineChild, emit: Emit) -> Loss | None:
-        """Why the process must be given up, if it must."""
         try:
             for message in child.frames.receive():
                 self._take(message, emit)
@@ -328,7 +327,6 @@ class ProcessLink:
             self._failed = message
 
     def _take_ready(self, message: Ready, now_s: float, emit: Emit) -> None:
-        """Resumes all open requests at once unless some are quarantined."""
         with self._lock:
             is_same = self._identity in (None, message.identity)
             self.stats, self._check = message.stats, message.request_check
@@ -353,7 +351,6 @@ class ProcessLink:
         self._front.finish_start()
 
     def _go_on(self) -> None:
-        """While requests that may be the cause of crashes run alone."""
         with self._lock:
             self._outbox.put(*self._recovery.advance())
             if self._recovery.is_done:
