@@ -12,34 +12,42 @@
 
 namespace cadenza {
 
-#define CADENZA_DECLARE(isa) extern const KernelTable isa##_kernels;
+#define CADENZA_DECLARE(isa) const KernelTable& isa##_kernels();
 CADENZA_TABLES(CADENZA_DECLARE)
 #undef CADENZA_DECLARE
 #define CADENZA_DECLARE(isa) extern const IntegerKernels int8_##isa##_kernels;
 CADENZA_INTEGER_TABLES(CADENZA_DECLARE)
 #undef CADENZA_DECLARE
 #ifdef CADENZA_EMULATED_TILES
-extern const KernelTable amx_emulated_kernels;
+const KernelTable& amx_emulated_kernels();
 extern const IntegerKernels int8_amx_emulated_kernels;
 #endif
 
 namespace {
 
-#define CADENZA_ADDRESS(isa) &isa##_kernels,
-const KernelTable* const kTables[] = {CADENZA_TABLES(CADENZA_ADDRESS)};
-#undef CADENZA_ADDRESS
-#define CADENZA_ADDRESS(isa) &int8_##isa##_kernels,
-const IntegerKernels* const kIntegerTables[] = {CADENZA_INTEGER_TABLES(CADENZA_ADDRESS)};
-#undef CADENZA_ADDRESS
+// A table of kernels and its ISA; the table is asked for only where the CPU runs that ISA.
+template <class Table>
+struct Compiled {
+  const char* isa;
+  const Table& (*table)();
+};
+
+#define CADENZA_COMPILED(isa) {#isa, isa##_kernels},
+const Compiled<KernelTable> kTables[] = {CADENZA_TABLES(CADENZA_COMPILED)};
+#undef CADENZA_COMPILED
+#define CADENZA_COMPILED(isa) \
+  {#isa, []() -> const IntegerKernels& { return int8_##isa##_kernels; }},
+const Compiled<IntegerKernels> kIntegerTables[] = {CADENZA_INTEGER_TABLES(CADENZA_COMPILED)};
+#undef CADENZA_COMPILED
 
 // The tables of `compiled` whose ISA is in `isas`, in the order of `isas`.
 template <class Table, size_t N>
-std::vector<const Table*> runnable(const Table* const (&compiled)[N],
+std::vector<const Table*> runnable(const Compiled<Table> (&compiled)[N],
                                    const std::vector<std::string>& isas) {
   std::vector<const Table*> tables;
   for (const std::string& isa : isas) {
-    for (const Table* table : compiled) {
-      if (isa == table->isa) tables.push_back(table);
+    for (const Compiled<Table>& each : compiled) {
+      if (isa == each.isa) tables.push_back(&each.table());
     }
   }
   return tables;
@@ -47,7 +55,7 @@ std::vector<const Table*> runnable(const Table* const (&compiled)[N],
 std::vector<const KernelTable*> tables() {
   std::vector<const KernelTable*> found = runnable(kTables, isas_of_cpu());
 #ifdef CADENZA_EMULATED_TILES
-  found.push_back(&amx_emulated_kernels);  // of tests; last, since it is slow
+  found.push_back(&amx_emulated_kernels());  // of tests; last, since it is slow
 #endif
   return found;
 }
@@ -112,7 +120,7 @@ const KernelTable& portable_kernels() {
     for (const KernelTable* table : tables()) {
       if (!has_bf16_instructions(table->isa)) return table;
     }
-    return &scalar_kernels;
+    return &scalar_kernels();
   }();
   return *chosen;
 }

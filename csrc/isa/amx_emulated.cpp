@@ -15,7 +15,11 @@
 #define CADENZA_KERNELS(isa) CADENZA_JOIN(isa, _kernels)
 
 namespace cadenza {
-extern const KernelTable CADENZA_KERNELS(CADENZA_TILE_BASE), amx_emulated_kernels;
-const KernelTable amx_emulated_kernels =
-    amx_emulated::make_tile_table("amx_emulated", CADENZA_KERNELS(CADENZA_TILE_BASE));
+const KernelTable& CADENZA_KERNELS(CADENZA_TILE_BASE)();
+const KernelTable& amx_emulated_kernels();
+const KernelTable& amx_emulated_kernels() {
+  static const KernelTable table =
+      amx_emulated::make_tile_table("amx_emulated", CADENZA_KERNELS(CADENZA_TILE_BASE)());
+  return table;
+}
 }  // namespace cadenza

@@ -3,6 +3,9 @@
 #include "kernels/table.h"
 
 namespace cadenza {
-extern const KernelTable avx2_kernels;
-const KernelTable avx2_kernels = avx2::make_table("avx2");
+const KernelTable& avx2_kernels();
+const KernelTable& avx2_kernels() {
+  static constexpr KernelTable kTable = avx2::make_table("avx2");
+  return kTable;
+}
 }  // namespace cadenza

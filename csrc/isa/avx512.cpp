@@ -3,6 +3,9 @@
 #include "kernels/table.h"
 
 namespace cadenza {
-extern const KernelTable avx512_kernels;
-const KernelTable avx512_kernels = avx512::make_table("avx512");
+const KernelTable& avx512_kernels();
+const KernelTable& avx512_kernels() {
+  static constexpr KernelTable kTable = avx512::make_table("avx512");
+  return kTable;
+}
 }  // namespace cadenza

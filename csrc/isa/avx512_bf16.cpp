@@ -3,6 +3,9 @@
 #include "kernels/table.h"
 
 namespace cadenza {
-extern const KernelTable avx512_bf16_kernels;
-const KernelTable avx512_bf16_kernels = avx512_bf16::make_table("avx512_bf16");
+const KernelTable& avx512_bf16_kernels();
+const KernelTable& avx512_bf16_kernels() {
+  static constexpr KernelTable kTable = avx512_bf16::make_table("avx512_bf16");
+  return kTable;
+}
 }  // namespace cadenza

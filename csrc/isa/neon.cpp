@@ -3,6 +3,9 @@
 #include "kernels/table.h"
 
 namespace cadenza {
-extern const KernelTable neon_kernels;
-const KernelTable neon_kernels = neon::make_table("neon");
+const KernelTable& neon_kernels();
+const KernelTable& neon_kernels() {
+  static constexpr KernelTable kTable = neon::make_table("neon");
+  return kTable;
+}
 }  // namespace cadenza

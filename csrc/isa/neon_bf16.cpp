@@ -3,6 +3,9 @@
 #include "kernels/table.h"
 
 namespace cadenza {
-extern const KernelTable neon_bf16_kernels;
-const KernelTable neon_bf16_kernels = neon_bf16::make_table("neon_bf16");
+const KernelTable& neon_bf16_kernels();
+const KernelTable& neon_bf16_kernels() {
+  static constexpr KernelTable kTable = neon_bf16::make_table("neon_bf16");
+  return kTable;
+}
 }  // namespace cadenza

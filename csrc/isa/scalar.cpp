@@ -2,6 +2,9 @@
 #include "kernels/table.h"
 
 namespace cadenza {
-extern const KernelTable scalar_kernels;
-const KernelTable scalar_kernels = scalar::make_table("scalar");
+const KernelTable& scalar_kernels();
+const KernelTable& scalar_kernels() {
+  static constexpr KernelTable kTable = scalar::make_table("scalar");
+  return kTable;
+}
 }  // namespace cadenza

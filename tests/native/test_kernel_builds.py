@@ -156,6 +156,16 @@ def test_the_library_reads_nothing_by_streams(library: NativeLibrary):
     assert "istream::" not in named
 
 
+def test_kernels_run_nothing_when_the_library_is_loaded(library: NativeLibrary):
+    """Initialisers of an instruction set's objects would run on CPUs that do not have it."""
+    build(library, "build/native/tests")
+    objects = sorted(OBJECTS.glob("isa/*.o"))
+    command = ["nm", *map(str, objects)]
+    named = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "scalar_kernels" in named
+    assert "_GLOBAL__sub_I" not in named
+
+
 def test_the_library_that_is_installed_holds_no_faults(library: NativeLibrary):
     """A wheel takes the package's library, which is compiled without the flag, and no other."""
     assert not hasattr(library.handle, "cadenza_inject_fault")
