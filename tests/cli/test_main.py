@@ -32,7 +32,7 @@ MAX_MODULES = 400
 
 @pytest.mark.parametrize("word", ["--version", "version"])
 def test_the_version_is_the_packages(cadenza: Cadenza, word: str):
-    assert cadenza(word) == Ran(0, f"cadenza {package.__version__}\n", "")
+    assert cadenza(word) == Ran(0, f"cadenza {package.__version__} (a source tree)\n", "")
 
 
 def test_the_package_is_the_command_too():
@@ -229,7 +229,7 @@ def test_a_misspelt_variable_is_told_with_the_one_that_was_meant(
     for name in ("CADENZA_MAX_SEQS", "CADENZA_GENERATION_CONFG", "cadenza_seed", "CADENZA_PROT"):
         monkeypatch.setenv(name, "4")
     ran = cadenza("--version")
-    assert (ran.code, ran.out) == (0, f"cadenza {package.__version__}\n")
+    assert (ran.code, ran.out) == (0, f"cadenza {package.__version__} (a source tree)\n")
     assert ran.err.splitlines() == [
         f"cadenza: warning: {given} is set, but nothing reads it; did you mean {meant}?"
         for given, meant in (
