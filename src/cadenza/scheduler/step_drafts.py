@@ -260,6 +260,8 @@ class StepDrafts(StepWork):
     ) -> bool:
         """Whether the step waits until none is in flight: drafts follow the newest tokens. Ask once
         a step: it counts probes."""
+        if not any(each.drafting is not None for each in running):
+            return False
         has_source: list[Sequence] = []
         has_none: list[Sequence] = []
         load = _load_of([(each.num_computed_tokens + 1, 1, _decodes(each)) for each in running])
