@@ -76,8 +76,9 @@ class BatchEntry:
 
     def launch(self) -> None:
         """Counts its tokens, drafts among them, as launched; what it samples is known then."""
-        sequence, num_drafts, end = self.sequence, len(self.drafts), self.end
-        if self.samples:
+        sequence, num_drafts = self.sequence, len(self.drafts)
+        end = self.start + self.num_new_tokens
+        if end == sequence.num_tokens:  # `samples`, without two calls for each row of each step
             self.num_choices = 1 + num_drafts
             sequence.num_pending_tokens += self.num_choices
         self.num_new_tokens += num_drafts
