@@ -186,10 +186,19 @@ def cut_changelog(text: str, version: str, day: str) -> Cut:
     return Cut(
         changelog=f"{head}{UNRELEASED}\n\n## [{version}] – {day}\n\n{notes}\n{rule}{older}",
         notes=notes,
-        details=f"# Changes in {version}\n\n{unreleased[first:].strip()}\n"
+        details=f"# Changes in {version}\n\n{from_details(unreleased[first:].strip())}\n"
         if first >= 0
         else f"# Changes in {version}\n\nSee CHANGELOG.md.\n",
     )
+
+
+def from_details(text: str) -> str:
+    """Links of CHANGELOG.md as they are from a page of docs/changes."""
+    return re.sub(r"\]\((?!https?:|#)(?:docs/(\S+?)|(\S+?))\)", _moved_link, text)
+
+
+def _moved_link(link: re.Match[str]) -> str:
+    return f"](../{link[1]})" if link[1] else f"](../../{link[2]})"
 
 
 def notes_of(changelog: str, version: str) -> str:

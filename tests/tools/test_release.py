@@ -19,7 +19,7 @@ Serves models.
 
 ### Changed
 
-- One.
+- One ([page](docs/gpu.md#a), [map](ARCHITECTURE.md), [site](https://a.b)).
 
 ### Added
 
@@ -31,6 +31,9 @@ The first.
 """
 
 
+ONE = "- One ([page](../gpu.md#a), [map](../../ARCHITECTURE.md), [site](https://a.b))."
+
+
 def test_the_page_stays_and_the_lists_go_to_a_page_of_their_own():
     cut = release.cut_changelog(CHANGELOG, "0.2.0", "2026-02-03")
     link = "Everything that changed: [0.2.0](docs/changes/0.2.0.md)."
@@ -38,7 +41,7 @@ def test_the_page_stays_and_the_lists_go_to_a_page_of_their_own():
         "# Changelog\n\n## [Unreleased]\n\n## [0.2.0] – 2026-02-03\n\n"
         f"### What it does\n\nServes models.\n\n{link}\n\n## [0.1.0] – 2026-01-01\n\nThe first.\n"
     )
-    assert cut.details == "# Changes in 0.2.0\n\n### Changed\n\n- One.\n\n### Added\n\n- Two.\n"
+    assert cut.details == f"# Changes in 0.2.0\n\n### Changed\n\n{ONE}\n\n### Added\n\n- Two.\n"
     assert release.notes_of(cut.changelog, "0.2.0") == f"{cut.notes}\n"
 
 
