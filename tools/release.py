@@ -193,7 +193,9 @@ def cut_changelog(text: str, version: str, day: str) -> Cut:
 
 
 def from_details(text: str) -> str:
-    """Links of CHANGELOG.md as they are from a page of docs/changes."""
+    """Entries of CHANGELOG.md as they are on a page of docs/changes: links from there, titles below
+    the page's."""
+    text = re.sub(r"(?m)^### ", "## ", text)
     return re.sub(r"\]\((?!https?:|#)(?:docs/(\S+?)|(\S+?))\)", _moved_link, text)
 
 

@@ -41,7 +41,7 @@ def test_the_page_stays_and_the_lists_go_to_a_page_of_their_own():
         "# Changelog\n\n## [Unreleased]\n\n## [0.2.0] – 2026-02-03\n\n"
         f"### What it does\n\nServes models.\n\n{link}\n\n## [0.1.0] – 2026-01-01\n\nThe first.\n"
     )
-    assert cut.details == f"# Changes in 0.2.0\n\n### Changed\n\n{ONE}\n\n### Added\n\n- Two.\n"
+    assert cut.details == f"# Changes in 0.2.0\n\n## Changed\n\n{ONE}\n\n## Added\n\n- Two.\n"
     assert release.notes_of(cut.changelog, "0.2.0") == f"{cut.notes}\n"
 
 
