@@ -25,7 +25,7 @@ verdict=$(CADENZA_REQUIRE_NATIVE=1 "$folder/venv/bin/cadenza" verify --max-num-s
 port=$("$folder/venv/bin/python" -c "import socket; s = socket.socket(); s.bind(('127.0.0.1', 0)); print(s.getsockname()[1])")
 "$folder/venv/bin/cadenza" serve --host 127.0.0.1 --port "$port" 2> "$folder/serve.log" &
 server=$!
-trap 'kill "$server" 2> /dev/null; wait "$server" 2> /dev/null; rm -rf "$folder"' EXIT
+trap 'kill "$server" 2> /dev/null || true; wait "$server" || true; rm -rf "$folder"' EXIT
 served=$("$folder/venv/bin/python" - "$port" <<'ASK'
 import sys, time
 import httpx
@@ -45,7 +45,8 @@ while True:
 print(answer.json()["choices"][0]["text"])
 ASK
 )
-kill "$server" && wait "$server" || true
+kill "$server"
+wait "$server" || true
 if [ "${CADENZA_CUDA:-0}" = 1 ]; then
   "$folder/venv/bin/python" "$tools/cuda_library.py"
 fi
