@@ -53,7 +53,7 @@ def measure(asked: argparse.Namespace, folder: Path) -> dict[str, Any]:
     }
     answer = [bin / "cadenza", *PROMPT, *asked.arguments]
     pip = [bin / "python", "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    install = [*pip, "install", "--no-index", "--find-links", asked.wheels, asked.package]
+    install = [*pip, "install", "--no-index", "--find-links", asked.wheels.resolve(), asked.package]
     steps: dict[str, float] = {}
     for name, command in (
         ("environment_s", [asked.python, "-m", "venv", venv]),

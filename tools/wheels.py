@@ -47,8 +47,11 @@ class Target:
 
 TARGETS: Mapping[str, Target] = {
     "linux-x86_64": Target(zig="x86_64-linux-gnu.2.28", tag="linux-x86_64", ldflags=STATIC),
-    "linux-aarch64": Target(zig="aarch64-linux-gnu.2.28", tag="linux-aarch64"),
-    "macos-arm64": Target(zig="aarch64-macos.13.0", tag="macosx-13.0-arm64", is_elf=False),
+    # Stripped: zig's own libraries name the folder that it lies in.
+    "linux-aarch64": Target(zig="aarch64-linux-gnu.2.28", tag="linux-aarch64", ldflags="-s"),
+    "macos-arm64": Target(
+        zig="aarch64-macos.13.0", tag="macosx-13.0-arm64", ldflags="-s", is_elf=False
+    ),
 }
 
 
