@@ -192,6 +192,11 @@ class PlatformWheel(bdist_wheel):
         return "py3", "none", super().get_tag()[2]
 
 
+if sys.platform == "win32":
+    raise SystemExit(
+        "Cadenza runs on Linux and macOS. On Windows install it in WSL: wsl --install, then there "
+        "as on Linux."
+    )
 EXTENSIONS = [Extension("cadenza._native", native_sources(), depends=native_headers())]
 if nvcc.is_asked_for(os.environ):
     nvcc.find_nvcc(os.environ)  # before anything is compiled
