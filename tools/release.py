@@ -149,7 +149,7 @@ def commit_version(root: Path, version: str) -> None:
     replace_once(root / INIT, r'__version__ = "[^"]+"', f'__version__ = "{version}"')
     replace_once(root / CITATION, r"(?m)^version: .*$", f"version: {version}")
     replace_once(root / CITATION, r"(?m)^date-released: .*$", f"date-released: {day}")
-    how_tested.main([])
+    how_tested.main()
     git(root, "add", "--all")
     git(root, "commit", "--quiet", "--message", f"release: {version}")
 

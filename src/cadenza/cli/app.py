@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 import cadenza
-from cadenza.build_record import read_build
 from cadenza.cli.bench import build_bench
 from cadenza.cli.cached_models import list_command, pull, rm
 from cadenza.cli.chat import chat, run
@@ -53,6 +52,8 @@ def build_app() -> typer.Typer:
 
 def _version() -> None:
     """Show the version, and the commit and platform of the build."""
+    from cadenza.build_record import read_build
+
     build = ", ".join(f"{key} {value}" for key, value in read_build().items() if key != "compiler")
     typer.echo(f"cadenza {cadenza.__version__} ({build or 'a source tree'})")
 

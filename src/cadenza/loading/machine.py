@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import cadenza
 from cadenza.build_record import read_build
-from cadenza.loading.memory import available_memory_bytes, usable_cores
+from cadenza.loading.memory import available_memory_bytes, status_bytes, usable_cores
 from cadenza.loading.planned_engine import cache_folder
 
 Facts = Mapping[str, Mapping[str, Any]]
@@ -75,7 +75,7 @@ def examine_machine(
         "build": build_facts(),
         "processor": {**processor_facts(root, environment), **own.get("processor", {})},
         "memory": memory_facts(root),
-        "folders": folder_facts(environment),
+        "folders": folder_facts(),
         "device": {**driver_facts(root), **own.get("device", {})},
     }
     return MachineReport(facts=facts, findings=tuple(_findings(facts, cpu_flags(root))))
@@ -103,19 +103,18 @@ def processor_facts(root: Path, environment: Mapping[str, str]) -> dict[str, Any
 
 def memory_facts(root: Path) -> dict[str, Any]:
     chosen = _text(root / "sys/kernel/mm/transparent_hugepage/enabled")
-    swap = _meminfo(root, "SwapTotal")
+    swap = status_bytes(root / "proc/meminfo", "SwapTotal")
     return {
-        "total_bytes": _meminfo(root, "MemTotal"),
+        "total_bytes": status_bytes(root / "proc/meminfo", "MemTotal"),
         "available_bytes": available_memory_bytes(root),
         "swap_bytes": swap,
         "large_pages": None if chosen is None else chosen.partition("[")[2].partition("]")[0],
     }
 
 
-def folder_facts(environment: Mapping[str, str]) -> dict[str, Any]:
-    hub = environment.get("HF_HUB_CACHE") or str(
-        Path(environment.get("HF_HOME") or Path.home() / ".cache" / "huggingface") / "hub"
-    )
+def folder_facts() -> dict[str, Any]:
+    from huggingface_hub.constants import HF_HUB_CACHE as hub
+
     found: dict[str, Any] = {}
     for name, folder in (
         ("cache", cache_folder()),
@@ -257,14 +256,6 @@ def _cpuinfo(root: Path, name: str) -> str | None:
         key, _, value = line.partition(":")
         if key.strip() == name:
             return value.strip()
-    return None
-
-
-def _meminfo(root: Path, name: str) -> int | None:
-    for line in (_text(root / "proc/meminfo") or "").splitlines():
-        key, _, value = line.partition(":")
-        if key == name:
-            return int(value.split()[0]) << 10
     return None
 
 

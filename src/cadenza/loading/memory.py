@@ -95,7 +95,7 @@ def available_memory_bytes(root: Path = Path("/"), get_limit: GetLimit = resourc
 
 def private_memory_bytes(status: Path = Path("/proc/self/status")) -> int | None:
     """Bytes of this process's anonymous resident memory; None if unknown."""
-    return _status_bytes(status, "RssAnon")
+    return status_bytes(status, "RssAnon")
 
 
 def usable_cores(environment: Mapping[str, str] = os.environ) -> int:
@@ -108,7 +108,7 @@ def usable_cores(environment: Mapping[str, str] = os.environ) -> int:
     return min(num_cores, max(1, int(asked))) if asked.isdecimal() else num_cores
 
 
-def _status_bytes(status: Path, name: str) -> int | None:
+def status_bytes(status: Path, name: str) -> int | None:
     num_kib = _status_number(status, name)
     return None if num_kib is None else num_kib * 1024
 
@@ -131,7 +131,7 @@ def _process_bytes(root: Path, get_limit: GetLimit) -> Iterator[int]:
         (resource.RLIMIT_AS, "VmSize", arena_bytes),
     ):
         limit, _ = get_limit(which)
-        used = _status_bytes(root / "proc/self/status", name)
+        used = status_bytes(root / "proc/self/status", name)
         if limit != resource.RLIM_INFINITY and used is not None:
             yield max(0, limit - used - untouched_bytes)
 
